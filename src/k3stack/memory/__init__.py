@@ -1,0 +1,1 @@
+"""Who owns which page? Arena, state blocks, cache pages, prefix tree. Accounting only: no tensors."""

@@ -1,0 +1,1 @@
+"""What runs next? Queues, admission, step policies, preemption, abort, drain; and the seams they run against."""

@@ -1,0 +1,55 @@
+"""The seams that scheduling runs against: ``Executor`` and ``Clock``.
+
+The torch executor runs the network, the modelled one asks the estimate how long the step would take, the scripted
+one does what a test says. The scheduler cannot tell them apart, so what is simulated is what serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from k3stack.scheduler.plan import StepPlan, StepResult
+
+
+class StepHandle(Protocol):
+    """A step in flight."""
+
+    @property
+    def step(self) -> int: ...
+
+
+class Executor(Protocol):
+    """Runs plans in order. At most ``max_in_flight`` submitted plans may be waiting for their result."""
+
+    @property
+    def max_in_flight(self) -> int: ...
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Start (or queue) a step; returns at once. Steps run in the order submitted."""
+        ...
+
+    def masks(self, step: int, masks: Mapping[int, bytes]) -> None:
+        """Allowed-token bit masks (little-endian bits, ceil(vocab / 8) bytes) by row, for the rows of ``step`` whose
+        work is ``masked``. Must be called before ``wait`` for such a step."""
+        ...
+
+    def ready(self, handle: StepHandle) -> bool:
+        """True when ``wait`` would return without blocking."""
+        ...
+
+    def wait(self, handle: StepHandle) -> StepResult:
+        """Block until the step is done. Handles are waited for in the order submitted."""
+        ...
+
+    def close(self) -> None:
+        """Free workers and memory; no plan may be in flight."""
+        ...
+
+
+class Clock(Protocol):
+    """Time in seconds. Wall time is read only by engine, server, workload and the torch executor."""
+
+    def now(self) -> float: ...
+
+    def sleep_until(self, t: float) -> None: ...
