@@ -135,7 +135,8 @@ def plan_pools(
     if blocks < need:
         raise DoesNotFit(
             f"the memory budget of {budget_bytes:,} B holds {blocks} blocks of {layout.block_bytes:,} B; one request "
-            f"needs {need} (its state, and a block of cache pages): {need * layout.block_bytes - budget_bytes:,} B short. "
+            f"needs {need} (its state, and a block of cache pages): "
+            f"{need * layout.block_bytes - budget_bytes:,} B short. "
             "Raise --mem-fraction-static or the budget, lower the state's or the cache's precision, or use more GPUs."
         )
     return PoolPlan(engine=engine, layout=layout, budget_bytes=budget_bytes, blocks=blocks, max_running=max_running)

@@ -4,8 +4,8 @@ A plan never carries whole tables. Executors keep, for each *row* (a running req
 table, length, sampling parameters and last output; plans add rows, end them, append pages, order copies and say
 which tokens each row computes. Everything happens in plan order, on every rank. Two plans may be in flight.
 
-Order inside one section: ``ended``, then ``added``, then ``pages``, then ``before``, then the forward pass over ``work``,
-then sampling, then ``after``.
+Order inside one section: ``ended``, then ``added``, then ``pages``, then ``before``, then the forward pass over
+``work``, then sampling, then ``after``.
 """
 
 from __future__ import annotations
