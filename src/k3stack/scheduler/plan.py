@@ -5,7 +5,10 @@ table, length, sampling parameters and last output; plans add rows, end them, ap
 which tokens each row computes. Everything happens in plan order, on every rank. Two plans may be in flight.
 
 Order inside one section: ``ended``, then ``added``, then ``pages``, then ``before``, then the forward pass over
-``work``, then sampling, then ``after``.
+``decode`` and ``work``, then sampling, then ``after``.
+
+A row that does the ordinary thing (compute its last output, sample the next token) is one number in ``decode``,
+so that the bulk of a decode step costs nothing per row to build, send or read; everything else is a ``RowWork``.
 """
 
 from __future__ import annotations
@@ -45,7 +48,10 @@ class PagesAppend(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowWork(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens that row ``row`` computes in this step: ``ids``, or, where ``ids`` is None, the row's last output."""
+    """The tokens that row ``row`` computes in this step: ``ids``, or, where ``ids`` is None, the row's last output.
+
+    Chunks of prompts, and decode steps that need a mask or return log-probabilities (the row's ``sampling`` says so).
+    """
 
     row: int
     start: int
@@ -56,7 +62,9 @@ class RowWork(msgspec.Struct, frozen=True, kw_only=True):
     masked: bool = False
     """The sampler must wait for this row's grammar mask (``Executor.masks``)."""
     score_from: int | None = None
-    """Return log-probabilities of this step's own tokens at positions >= score_from (teacher-forced)."""
+    """Return log-probabilities of this step's own tokens at positions >= score_from (teacher-forced). Set from the
+    chunk on that computes position ``score_from - 1``: the logits of a chunk's last position score the first token
+    of the next chunk, so the executor keeps them."""
 
     @property
     def count(self) -> int:
@@ -70,6 +78,9 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
     added: tuple[RowAdd, ...] = ()
     pages: tuple[PagesAppend, ...] = ()
     before: tuple[Op, ...] = ()
+    decode: tuple[int, ...] = ()
+    """Rows that compute one token, their last output, at their present length, and sample one token after it without
+    mask or log-probabilities. Not repeated in ``work``. The same tuple object while the set does not change."""
     work: tuple[RowWork, ...] = ()
     after: tuple[Op, ...] = ()
 
@@ -80,6 +91,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     groups: tuple[GroupPlan, ...]
     version: int = PLAN_VERSION
+    reset: bool = False
+    """Forget every row first, and take the numbering up at ``step``. Sent in the first plan after a step failed:
+    an executor whose step failed answers every plan with an error until one with ``reset`` arrives."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -103,11 +117,21 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     """This row failed (not the step): the request ends with an error, the others go on."""
 
 
+class GroupResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The results of one data-parallel group's section."""
+
+    tokens: tuple[int, ...] = ()
+    """One sampled token for each row of the section's ``decode``, in its order; -1 for a row that failed."""
+    rows: tuple[RowResult, ...] = ()
+    """One for each ``work`` of the section, in its order; then one with ``error`` for each failed row of ``decode``."""
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of one step, in the order of the plan's work, and how long it took on the executor."""
+    """The results of one step, group by group as in the plan, and how long it took on the executor."""
 
     step: int
-    rows: tuple[RowResult, ...]
+    groups: tuple[GroupResult, ...] = ()
     seconds: float = 0.0
     error: str | None = None
-    """The whole step failed: every row in it is lost; the executor has reset itself and may go on."""
+    """The whole step failed (``groups`` is empty): every row in it is lost, and what lies in the arena is undefined.
+    Steps already submitted behind it fail too; the executor goes on with the next plan that says ``reset``."""
