@@ -21,6 +21,7 @@ import zmq.asyncio
 from k3stack.config.options import EngineOptions
 from k3stack.engine import messages as msg
 from k3stack.engine.process import Channel, EngineProcess
+from k3stack.engine.scripted import Script
 from k3stack.errors import BugError, K3Error, Unavailable, UserError
 
 log = logging.getLogger("k3stack.engine")
@@ -50,7 +51,7 @@ class _OpenRequest:
 class EngineClient:
     """One engine process and the requests open on it. Every method belongs to one asyncio loop.
 
-    ``executor`` 'scripted' runs the real loop without network and torch, for tests of what stands on the engine.
+    ``script``: answer from it, without network and torch, for tests of what stands on the engine.
     ``watchdog_timeout``: seconds one turn of the engine may last; a longer one is logged with the engine's stacks
     and ends the process. ``max_restarts``: how often within ten minutes a dead engine is started anew.
     """
@@ -59,12 +60,12 @@ class EngineClient:
         self,
         options: EngineOptions,
         *,
-        executor: Literal["torch", "scripted"] = "torch",
+        script: Script | None = None,
         watchdog_timeout: float = 300.0,
         max_restarts: int = 3,
     ) -> None:
         self._options = options
-        self._executor = executor
+        self._script = script
         self._watchdog_timeout = watchdog_timeout
         self._max_restarts = max_restarts
         self._state: State = "new"
@@ -126,9 +127,10 @@ class EngineClient:
         # A plain socket for sending: its I/O thread does the work, so that a send never waits and needs no task.
         self._outgoing = zmq.Context(self._context).socket(zmq.PUSH)
         self._outgoing.set_hwm(0)
-        self._outgoing.bind(channel.to_engine)
+        self._outgoing.setsockopt(zmq.RECONNECT_IVL, 5)
+        self._outgoing.connect(channel.to_engine)  # connecting, not binding: messages queue until the engine binds
         self._ready = loop.create_future()
-        self._process = EngineProcess.spawn(self._options, self._executor, channel, self._watchdog_timeout)
+        self._process = EngineProcess.spawn(self._options, self._script, channel, self._watchdog_timeout)
         self._tasks = [
             loop.create_task(self._receive(), name="engine-receive"),
             loop.create_task(self._watch_process(self._process), name="engine-watch"),
@@ -157,13 +159,12 @@ class EngineClient:
                 await entry.waiter
         finally:
             del self._open[submit.rid]
-            if entry.choices_left and self._outgoing is not None:
-                self._send(msg.Abort(submit.rid))
+            if entry.choices_left:
+                self._tell(msg.Abort(submit.rid))
 
     async def abort(self, rid: str) -> None:
         """End request ``rid`` (finish_reason 'abort'); unknown or ended ones are ignored."""
-        if self._outgoing is not None:
-            self._send(msg.Abort(rid))
+        self._tell(msg.Abort(rid))
 
     def open_requests(self) -> tuple[str, ...]:
         """Ids of the requests that have not ended."""
@@ -195,8 +196,8 @@ class EngineClient:
         was_running = self._state in ("up", "draining", "starting")
         self._state, self._why_down = "closed", "the engine has been closed"
         process = self._process
-        if process is not None and was_running and self._outgoing is not None:
-            self._send(msg.Shutdown())
+        if process is not None and was_running:
+            self._tell(msg.Shutdown())
             if not await process.joined(KILL_AFTER_S):
                 log.warning("the engine process did not end within %.0f s; it is killed", KILL_AFTER_S)
                 process.kill()
@@ -208,6 +209,11 @@ class EngineClient:
         if self._outgoing is None:
             raise Unavailable(self._why_down)
         self._outgoing.send(msg.encode(message), zmq.NOBLOCK)
+
+    def _tell(self, message: msg.ToEngine) -> None:
+        """Send what an engine that is gone need not hear."""
+        if self._outgoing is not None:
+            self._send(message)
 
     async def _ask(self, kind: type[msg.StatsRequest] | type[msg.Flush], timeout_s: float) -> Any:
         if self._state not in ("up", "draining"):

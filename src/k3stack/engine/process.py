@@ -19,19 +19,19 @@ import time
 import traceback
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import zmq
 
 from k3stack.config.options import EngineOptions
 from k3stack.engine import messages as msg
+from k3stack.engine.scripted import Script
 from k3stack.errors import UserError
 
 log = logging.getLogger("k3stack.engine")
 
 IDLE_WAIT_MS = 200
 """How long an idle engine sleeps between looks at its signals."""
-ExecutorName = Literal["torch", "scripted"]
 
 
 class Core(Protocol):
@@ -97,10 +97,10 @@ class EngineProcess:
 
     @classmethod
     def spawn(
-        cls, options: EngineOptions, executor: ExecutorName, channel: Channel, watchdog_timeout: float
+        cls, options: EngineOptions, script: Script | None, channel: Channel, watchdog_timeout: float
     ) -> EngineProcess:
         process = multiprocessing.get_context("spawn").Process(
-            target=engine_main, args=(options, executor, channel, watchdog_timeout), name="k3-engine"
+            target=engine_main, args=(options, script, channel, watchdog_timeout), name="k3-engine"
         )
         process.start()
         return cls(process, channel)
@@ -145,7 +145,7 @@ class EngineProcess:
         self._channel.remove()
 
 
-def engine_main(options: EngineOptions, executor: ExecutorName, channel: Channel, watchdog_timeout: float) -> None:
+def engine_main(options: EngineOptions, script: Script | None, channel: Channel, watchdog_timeout: float) -> None:
     """Entry of the spawned process: build the core, say ``Ready``, run until told to stop."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     faulthandler.enable()
@@ -161,7 +161,7 @@ def engine_main(options: EngineOptions, executor: ExecutorName, channel: Channel
     try:
         from k3stack.engine.boot import build_core
 
-        core = build_core(options, executor=executor)
+        core = build_core(options, script)
         watchdog = Watchdog(context, channel, watchdog_timeout)
         try:
             last = _Loop(core, context, channel, outgoing, watchdog, stop).run()
@@ -255,7 +255,7 @@ class _Loop:
         self._core = core
         self._incoming = context.socket(zmq.PULL)
         self._incoming.set_hwm(0)
-        self._incoming.connect(channel.to_engine)
+        self._incoming.bind(channel.to_engine)
         self._outgoing = outgoing
         self._watchdog = watchdog
         self._stop = stop
