@@ -1,0 +1,78 @@
+"""Errors as OpenAI's clients expect them, with the status that each family of errors carries."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from k3stack.errors import K3Error, NotNow, Unavailable, UserError
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    409: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "unavailable_error",
+}
+
+
+class NotFound(UserError):
+    """There is no such model, request or path."""
+
+    http_status = 404
+
+
+class TooLarge(UserError):
+    """The body of the request is above the limit."""
+
+    http_status = 413
+
+
+class Unauthorized(UserError):
+    """No key, or a wrong one."""
+
+    http_status = 401
+
+
+def error_object(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The value of ``error`` in a body or a stream event."""
+    return {"message": message, "type": TYPES.get(status, "server_error"), "param": param, "code": code or status}
+
+
+def error_of(error: K3Error) -> dict[str, Any]:
+    """``error_object`` of one of our exceptions."""
+    return error_object(str(error), error.http_status, getattr(error, "param", None))
+
+
+def error_response(error: K3Error) -> Response:
+    """The response that ends a request in ``error``."""
+    headers = {}
+    if isinstance(error, NotNow):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, Unauthorized):
+        headers["www-authenticate"] = "Bearer"
+    return json_response({"error": error_of(error)}, status=error.http_status, headers=headers)
+
+
+def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """``body`` (builtins and msgspec structs) as JSON."""
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+__all__ = [
+    "NotFound",
+    "TooLarge",
+    "Unauthorized",
+    "Unavailable",
+    "error_object",
+    "error_of",
+    "error_response",
+    "json_response",
+]
