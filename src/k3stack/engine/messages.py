@@ -94,6 +94,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     matched_stop: int | str | None = None
     message: str | None = None
     """Why a request was rejected or failed."""
+    refusal: str | None = None
+    """The scheduler's kind of rejection (``FinishEvent.refusal``); it decides on the HTTP status."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens whose state and cache rows were reused. This and the next two come with ``finish_reason``."""

@@ -51,8 +51,11 @@ class ScriptedCore:
         for choice in range(submit.sampling.n):
             if self._draining or len(submit.prompt_ids) >= self._context:
                 message = "the engine is draining" if self._draining else "the prompt is longer than the context"
+                refusal = "draining" if self._draining else "too_long"
                 self._outputs.append(
-                    msg.Output(rid=submit.rid, choice=choice, finish_reason="rejected", message=message)
+                    msg.Output(
+                        rid=submit.rid, choice=choice, finish_reason="rejected", message=message, refusal=refusal
+                    )
                 )
                 continue
             reply = self._script.reply or submit.prompt_ids
