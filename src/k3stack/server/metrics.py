@@ -1,0 +1,86 @@
+"""/metrics: counters of the HTTP layer, and the engine's gauges, read when Prometheus asks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+if TYPE_CHECKING:
+    from k3stack.server.records import Record
+
+_LATENCY = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+_NAME = re.compile(r"[^a-zA-Z0-9_]")
+
+
+class HttpMetrics:
+    """Counters of one server; the metric names are listed in docs/metrics.md."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        label = {"registry": self.registry}
+        self.requests = Counter("k3_requests", "Requests by endpoint and end", ["endpoint", "end"], **label)
+        self.prompt_tokens = Counter("k3_prompt_tokens", "Prompt tokens of finished requests", **label)
+        self.cached_tokens = Counter("k3_cached_tokens", "Prompt tokens that were not computed again", **label)
+        self.output_tokens = Counter("k3_output_tokens", "Tokens sampled for finished requests", **label)
+        self.reasoning_tokens = Counter("k3_reasoning_tokens", "Output tokens that were thinking", **label)
+        self.in_flight = Gauge("k3_requests_in_flight", "Requests that have not ended", **label)
+        self.first_token = Histogram(
+            "k3_first_token_seconds", "From the request's arrival to its first token", buckets=_LATENCY, **label
+        )
+        self.queue = Histogram(
+            "k3_queue_seconds", "From arrival to the first computed chunk", buckets=_LATENCY, **label
+        )
+        self.per_token = Histogram(
+            "k3_output_token_seconds", "Mean time of one token after the first", buckets=_PER_TOKEN, **label
+        )
+        self.total = Histogram("k3_request_seconds", "From arrival to the end", buckets=_LATENCY, **label)
+        Gauge("k3_model_info", "The served model", ["model"], **label).labels(model).set(1)
+        self._engine = _EngineGauges()
+        self.registry.register(self._engine)
+
+    def observe(self, record: Record, total_s: float) -> None:
+        """Count one finished request that took ``total_s`` seconds."""
+        self.requests.labels(record.endpoint, record.end).inc()
+        self.prompt_tokens.inc(record.prompt_tokens)
+        self.cached_tokens.inc(record.cached_tokens)
+        self.output_tokens.inc(record.output_tokens)
+        self.reasoning_tokens.inc(record.reasoning_tokens)
+        self.total.observe(total_s)
+        if record.queue_s is not None:
+            self.queue.observe(record.queue_s)
+        if record.first_token_s is not None:
+            self.first_token.observe(record.first_token_s)
+            if record.output_tokens > len(record.ends):
+                later = record.output_tokens - len(record.ends)
+                self.per_token.observe((total_s - record.first_token_s) / later * max(1, len(record.ends)))
+
+    def render(self, stats: Mapping[str, Any]) -> bytes:
+        """The exposition, with the engine's ``stats``."""
+        self._engine.values = stats
+        return generate_latest(self.registry)
+
+
+class _EngineGauges:
+    """The engine's numbers as ``k3_engine_<name>``; nested ones get their path as name."""
+
+    def __init__(self) -> None:
+        self.values: Mapping[str, Any] = {}
+
+    def collect(self) -> Iterable[Metric]:
+        for name, value in flatten(self.values):
+            yield GaugeMetricFamily(f"k3_engine_{name}", f"Engine: {name.replace('_', ' ')}", value=value)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, float]]:
+    """Numbers of a nested mapping with their path; what is not a number is left out."""
+    for key, value in values.items():
+        name = _NAME.sub("_", f"{prefix}{key}")
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{name}_")
+        elif isinstance(value, (int, float)):
+            yield name, float(value)

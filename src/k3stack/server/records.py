@@ -1,0 +1,98 @@
+"""What is kept of each request: its end, its counts, its moments; a line in the log, and the counters of /metrics."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from k3stack.engine.messages import Output
+from k3stack.server.metrics import HttpMetrics
+
+
+@dataclass(slots=True)
+class Record:
+    """One request of the API, however many choices it has. Moments are of the monotonic clock."""
+
+    rid: str
+    endpoint: str
+    stream: bool
+    began: float = field(default_factory=time.monotonic)
+    labels: dict[str, Any] = field(default_factory=dict)
+    """``user``, ``metadata`` and the like, as the client sent them."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+    queue_s: float | None = None
+    first_token_s: float | None = None
+    ends: list[str] = field(default_factory=list)
+    """How each choice ended."""
+    message: str | None = None
+
+    def take(self, output: Output) -> None:
+        """Note an output's moments, and at its end its counts."""
+        if self.first_token_s is None and output.token_ids:
+            self.first_token_s = time.monotonic() - self.began
+        if output.finish_reason is None:
+            return
+        self.ends.append(output.finish_reason)
+        self.prompt_tokens = max(self.prompt_tokens, output.prompt_tokens)
+        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        self.output_tokens += output.output_tokens
+        self.message = self.message or output.message
+        if output.times is not None and output.times.started is not None and self.queue_s is None:
+            self.queue_s = output.times.started - output.times.queued
+
+    @property
+    def end(self) -> str:
+        """The one end of the request: the worst of its choices'."""
+        for worst in ("error", "rejected", "disconnect", "abort"):
+            if worst in self.ends:
+                return worst
+        return self.ends[0] if self.ends else "error"
+
+
+class Recorder:
+    """Takes finished records. ``write`` gets one line of JSON each, or nothing when the log is off."""
+
+    def __init__(self, metrics: HttpMetrics, write: Callable[[str], None] | None) -> None:
+        self._metrics = metrics
+        self._write = write
+
+    def finish(self, record: Record, status: int) -> None:
+        """Called exactly once a request."""
+        total = time.monotonic() - record.began
+        self._metrics.observe(record, total)
+        if self._write is None:
+            return
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "rid": record.rid,
+            "endpoint": record.endpoint,
+            "stream": record.stream,
+            "status": status,
+            "end": record.end,
+            "prompt_tokens": record.prompt_tokens,
+            "cached_tokens": record.cached_tokens,
+            "output_tokens": record.output_tokens,
+            "reasoning_tokens": record.reasoning_tokens,
+            "total_s": round(total, 4),
+        }
+        if record.queue_s is not None:
+            line["queue_s"] = round(record.queue_s, 4)
+        if record.first_token_s is not None:
+            line["first_token_s"] = round(record.first_token_s, 4)
+        if record.message:
+            line["message"] = record.message
+        line |= record.labels
+        self._write(msgspec.json.encode(line).decode())
+
+
+def write_to_stderr(line: str) -> None:
+    """The request log goes where all logs go; stdout is for results."""
+    sys.stderr.write(line + "\n")
