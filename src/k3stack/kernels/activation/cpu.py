@@ -1,0 +1,25 @@
+"""Gated activations as whole-tensor torch operations. Shapes and meaning as in ``reference``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from k3stack.kernels.precision import widen
+
+
+def situ_glu(gate_up: Tensor, beta: float, linear_beta: float) -> Tensor:
+    """See ``reference.situ_glu``."""
+    gate, up = widen(gate_up).chunk(2, -1)
+    y = torch.tanh(gate * (1 / beta)).mul_(torch.sigmoid(gate))
+    y.mul_(torch.tanh(up * (1 / linear_beta))).mul_(beta * linear_beta)
+    return y.to(gate_up.dtype)
+
+
+def silu_glu(gate_up: Tensor) -> Tensor:
+    """See ``reference.silu_glu``."""
+    gate, up = gate_up.chunk(2, -1)
+    if gate_up.dtype == torch.bfloat16:
+        return F.silu(gate.float()).mul_(up).to(torch.bfloat16)
+    return F.silu(gate).mul_(up)

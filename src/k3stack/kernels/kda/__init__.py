@@ -1,0 +1,1 @@
+"""Kimi Delta Attention: short convolution, decay gate, and the delta rule with per-channel decay."""

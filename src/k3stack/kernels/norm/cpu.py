@@ -1,0 +1,30 @@
+"""Norms as a few whole-tensor torch operations. Shapes and meaning as in ``reference``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from k3stack.kernels.precision import widen
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ``reference.rms_norm``."""
+    a = widen(x)
+    scale = torch.rsqrt(torch.linalg.vecdot(a, a).unsqueeze(-1).div_(a.shape[-1]).add_(eps))
+    y = a * scale
+    return y.mul_(weight) if y.dtype == x.dtype else y.to(x.dtype).mul_(weight)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ``reference.gated_rms_norm``."""
+    a = widen(x)
+    scale = torch.rsqrt(torch.linalg.vecdot(a, a).unsqueeze(-1).div_(a.shape[-1]).add_(eps))
+    y = (a * scale).mul_(weight).mul_(torch.sigmoid(widen(gate)))
+    return y.to(gate.dtype)
+
+
+def l2_norm(x: Tensor, eps: float) -> Tensor:
+    """See ``reference.l2_norm``."""
+    a = widen(x)
+    return a * torch.rsqrt(torch.linalg.vecdot(a, a).unsqueeze(-1).add_(eps))

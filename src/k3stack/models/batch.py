@@ -1,0 +1,114 @@
+"""One forward pass: which tokens of which sequences, and where their states and cache rows lie."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from k3stack.kernels.kda.layout import TileLayout, tile_layout
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """R rows (sequences) with their new tokens back to back, unpadded: prefill chunks and decode tokens in any mix.
+
+    A row's state block and the pages up to ``starts + count`` must exist; the state is that after ``starts`` tokens
+    (cleared for a fresh sequence) and the cache rows before ``starts`` are in place.
+    """
+
+    ids: Tensor
+    """int64 [T] token ids."""
+    cu: list[int]
+    """[R + 1]: row r's tokens are ``cu[r]`` to ``cu[r + 1]`` - 1; every row has at least one."""
+    starts: list[int]
+    """[R]: position of each row's first new token."""
+    state_blocks: Tensor
+    """int64 [R]."""
+    page_table: Tensor
+    """int64 [R, M] page ids; entries past a row's last page are not read."""
+    logit_index: Tensor
+    """int64 [N]: tokens (0 .. T-1) whose logits are wanted."""
+
+    @cached_property
+    def step(self) -> Step:
+        """What every layer needs to know of the batch, worked out once."""
+        return Step(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A row with more than one new token."""
+
+    row: int
+    first: int
+    """Its first token among the step's."""
+    count: int
+    start: int
+    """Position of that token in the sequence."""
+    block: int
+    tokens: slice
+
+
+class Step:
+    """A batch split into decode tokens (rows of one token) and chunks."""
+
+    def __init__(self, batch: ForwardBatch) -> None:
+        cu, starts = batch.cu, batch.starts
+        counts = [b - a for a, b in itertools.pairwise(cu)]
+        blocks = batch.state_blocks.tolist()
+        self.total = cu[-1]
+        self.page_table = batch.page_table
+        single = [r for r, n in enumerate(counts) if n == 1]
+        self.chunks = [
+            Chunk(r, cu[r], n, starts[r], blocks[r], slice(cu[r], cu[r + 1])) for r, n in enumerate(counts) if n > 1
+        ]
+        self.decode_count = len(single)
+        self.decode_blocks = [blocks[r] for r in single]
+        self.decode_lengths = [starts[r] + 1 for r in single]
+        self.decode_tokens: slice | Tensor = _compact([cu[r] for r in single])
+        rows = _compact(single)
+        self.decode_block_index = batch.state_blocks[rows]
+        self.decode_pages = batch.page_table[rows]
+        self.tiles: TileLayout | None = None
+        if self.chunks:
+            self.tiles = tile_layout(
+                [c.first for c in self.chunks],
+                [c.count for c in self.chunks],
+                [c.block for c in self.chunks],
+                self.total,
+            )
+        self._slots: tuple[Tensor, Tensor] | None = None
+        self._counts, self._starts, self._cu = counts, starts, cu
+
+    @property
+    def all_decode(self) -> bool:
+        return not self.chunks
+
+    @property
+    def one_chunk(self) -> bool:
+        return len(self.chunks) == 1 and not self.decode_count
+
+    def cache_slots(self, page_rows: int) -> tuple[Tensor, Tensor]:
+        """(page, row in it) int64 [T] of every new token's cache row; the same for every layer."""
+        if self._slots is None:
+            self._slots = self._work_out_slots(page_rows)
+        return self._slots
+
+    def _work_out_slots(self, page_rows: int) -> tuple[Tensor, Tensor]:
+        table = self.page_table
+        counts = torch.tensor(self._counts, device=table.device)
+        row = torch.repeat_interleave(torch.arange(len(self._counts), device=table.device), counts)
+        shift = torch.tensor([s - c for s, c in zip(self._starts, self._cu, strict=False)], device=table.device)
+        position = torch.arange(self.total, device=table.device) + shift[row]
+        return table[row, position // page_rows], position % page_rows
+
+
+def _compact(index: list[int]) -> slice | Tensor:
+    """A slice where the indices are consecutive, so that selecting them copies nothing."""
+    if not index or index == list(range(index[0], index[0] + len(index))):
+        return slice(index[0], index[0] + len(index)) if index else slice(0, 0)
+    return torch.tensor(index)

@@ -1,0 +1,58 @@
+"""Random weights for any geometry (``--load-format dummy``): seeded, the same values in every dtype, finite outputs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from k3stack.config.tensors import expected_tensors, expert_tensors
+from k3stack.models.network import Model
+
+PIECE = 1 << 20
+"""Values drawn at a time, in float32, whatever the destination's dtype."""
+
+
+def fill(model: Model, seed: int = 0) -> None:
+    """Fill every weight: matrices of standard deviation 1 / sqrt(inputs), norms of one, plausible decay gates."""
+    generator = torch.Generator().manual_seed(seed)
+    geometry = model.geometry
+    top = model.slots()
+    layer, slots = -1, top
+    for spec in expected_tensors(geometry, vision=False, routed=False):
+        if spec.layer is not None and spec.layer != layer:
+            layer, slots = spec.layer, model.layer_slots(spec.layer)
+        dest = (top if spec.layer is None else slots)[spec.kind].dest
+        _fill(dest, spec.kind, generator)
+    for layer in geometry.moe_layers:
+        for expert in range(geometry.moe.experts):
+            for spec in expert_tensors(geometry, layer, expert):
+                if not spec.kind.endswith(".scale"):
+                    _normal(model.expert_slot(spec).dest, generator)
+
+
+def _fill(dest: Tensor, kind: str, generator: torch.Generator) -> None:
+    name = kind.split(".")[-1]
+    if kind == "kda.A_log":
+        dest.copy_(torch.empty(dest.shape).uniform_(1.0, 16.0, generator=generator).log_())
+    elif kind == "kda.dt_bias":
+        dest.copy_(torch.empty(dest.shape).uniform_(-4.0, 0.0, generator=generator))
+    elif kind == "moe.router_bias":
+        dest.copy_(torch.empty(dest.shape).normal_(0.0, 0.01, generator=generator))
+    elif name.endswith("conv1d"):
+        dest.copy_(torch.empty(dest.shape).uniform_(-0.5, 0.5, generator=generator))
+    elif dest.ndim == 1:
+        dest.fill_(1.0)
+    elif kind == "embed":
+        _normal(dest, generator, std=1.0)
+    else:
+        _normal(dest, generator)
+
+
+def _normal(dest: Tensor, generator: torch.Generator, std: float | None = None) -> None:
+    std = 1 / math.sqrt(dest.shape[-1]) if std is None else std
+    flat = dest.view(-1)
+    for a in range(0, flat.numel(), PIECE):
+        part = flat[a : a + PIECE]
+        part.copy_(torch.empty(part.shape).normal_(0.0, std, generator=generator))

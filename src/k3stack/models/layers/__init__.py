@@ -1,0 +1,1 @@
+"""The layers of the network: attention of two kinds, feed-forward of two kinds, two residual streams."""

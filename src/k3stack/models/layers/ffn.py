@@ -1,0 +1,120 @@
+"""Feed-forward blocks: the dense MLP, and the mixture of experts with its router, latent width and shared MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from k3stack.config.geometry import ModelGeometry
+from k3stack.kernels.precision import wide_dtype
+from k3stack.kernels.select import Kernels
+from k3stack.models.capture import Capture
+from k3stack.models.layers.part import Part, Slot, empty
+
+
+def glu(geometry: ModelGeometry, kernels: Kernels) -> Callable[[Tensor], Tensor]:
+    """The model's gated activation: [..., gate | up] -> [...]."""
+    if geometry.activation == "silu":
+        return kernels.silu_glu
+    beta, linear_beta = geometry.situ_beta, geometry.situ_linear_beta
+    return lambda gate_up: kernels.situ_glu(gate_up, beta, linear_beta)
+
+
+class Mlp(Part):
+    """``down(act(gate x, up x))``; gate and up are one weight."""
+
+    def __init__(
+        self,
+        kind: str,
+        hidden: int,
+        width: int,
+        act: Callable[[Tensor], Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.kind, self.width, self.act = kind, width, act
+        self.w13 = empty(2 * width, hidden, dtype=dtype, device=device)
+        self.w2 = empty(hidden, width, dtype=dtype, device=device)
+
+    def slots(self) -> dict[str, Slot]:
+        return {
+            f"{self.kind}.gate_proj": Slot(self.w13[: self.width]),
+            f"{self.kind}.up_proj": Slot(self.w13[self.width :]),
+            f"{self.kind}.down_proj": Slot(self.w2),
+        }
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        return F.linear(self.act(F.linear(x, self.w13)), self.w2)
+
+
+class DenseFfn(Part):
+    """The dense feed-forward of the first layers."""
+
+    def __init__(self, geometry: ModelGeometry, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
+        self.mlp = Mlp("dense", geometry.hidden, geometry.dense_width, glu(geometry, kernels), dtype, device)
+
+    def slots(self) -> dict[str, Slot]:
+        return self.mlp.slots()
+
+    def __call__(self, x: Tensor, layer: int, capture: Capture | None) -> Tensor:
+        return self.mlp(x)
+
+
+class MoeFfn(Part):
+    """Routed experts (in the latent width where there is one) plus the shared MLP on the full width."""
+
+    def __init__(self, geometry: ModelGeometry, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
+        moe, hidden = geometry.moe, geometry.hidden
+        self.moe, self.kernels, self.eps = moe, kernels, geometry.rms_eps
+        self.act = glu(geometry, kernels)
+        width = moe.latent or hidden
+        wide = wide_dtype(dtype)
+        # Router scores are computed in the wide dtype from the exactly widened weight.
+        self.router = empty(moe.experts, hidden, dtype=wide, device=device)
+        self.bias = empty(moe.experts, dtype=wide, device=device)
+        self.w13 = empty(moe.experts, 2 * moe.expert_width, width, dtype=dtype, device=device)
+        self.w2 = empty(moe.experts, width, moe.expert_width, dtype=dtype, device=device)
+        if moe.latent is not None:
+            self.down = empty(moe.latent, hidden, dtype=dtype, device=device)
+            self.up = empty(hidden, moe.latent, dtype=dtype, device=device)
+            self.latent_norm = empty(moe.latent, dtype=dtype, device=device) if moe.latent_norm else None
+        self.shared = None
+        if moe.shared_experts:
+            self.shared = Mlp("moe.shared", hidden, moe.shared_width, self.act, dtype, device)
+
+    def slots(self) -> dict[str, Slot]:
+        slots = {"moe.router": Slot(self.router), "moe.router_bias": Slot(self.bias)}
+        if self.moe.latent is not None:
+            slots |= {"moe.latent_down": Slot(self.down), "moe.latent_up": Slot(self.up)}
+            if self.latent_norm is not None:
+                slots["moe.latent_norm"] = Slot(self.latent_norm)
+        return slots | (self.shared.slots() if self.shared is not None else {})
+
+    def expert_slot(self, expert: int, matrix: str) -> Slot:
+        """Destination of matrix 'w1' (gate), 'w2' (down) or 'w3' (up) of one expert."""
+        if matrix == "w2":
+            return Slot(self.w2[expert])
+        width = self.moe.expert_width
+        return Slot(self.w13[expert, :width] if matrix == "w1" else self.w13[expert, width:])
+
+    def __call__(self, x: Tensor, layer: int, capture: Capture | None) -> Tensor:
+        """x [T, hidden] (normed) -> [T, hidden]."""
+        moe = self.moe
+        logits = F.linear(x.to(self.router.dtype), self.router)
+        forced = capture.forced(layer) if capture is not None else None
+        ids, weights = self.kernels.route(logits, self.bias, moe.top_k, moe.scaling_factor, moe.renormalize, forced)
+        if capture is not None:
+            capture.put("router_ids", layer, ids)
+            capture.put("router_weights", layer, weights)
+            capture.put("router_scores", layer, torch.sigmoid(logits) + self.bias)
+        z = x if moe.latent is None else F.linear(x, self.down)
+        routed = self.kernels.experts(z, ids, weights, self.w13, self.w2, self.act)
+        if moe.latent is not None:
+            if self.latent_norm is not None:
+                routed = self.kernels.rms_norm(routed, self.latent_norm, self.eps)
+            routed = F.linear(routed, self.up)
+        return routed if self.shared is None else routed.add_(self.shared(x))

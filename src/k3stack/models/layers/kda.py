@@ -1,0 +1,100 @@
+"""The KDA attention of one layer: projections, short convolution, gates, the delta rule, gated output norm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from k3stack.config.geometry import ModelGeometry
+from k3stack.kernels.precision import wide_dtype, widen
+from k3stack.kernels.select import Kernels
+from k3stack.models.batch import Step
+from k3stack.models.layers.part import Part, Slot, empty, first, taps_first
+from k3stack.models.views import ArenaViews
+
+L2_EPS = 1e-6
+
+
+class KdaAttention(Part):
+    """``index`` counts KDA layers from 0. All projections of the input are one weight: q, k, v, f_a, gate, b."""
+
+    def __init__(
+        self, geometry: ModelGeometry, index: int, kernels: Kernels, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        kda, hidden = geometry.kda, geometry.hidden
+        self.index, self.kernels, self.eps = index, kernels, geometry.rms_eps
+        self.heads, self.head_dim, self.width = kda.heads, kda.head_dim, kda.width
+        self.lower_bound = kda.gate_lower_bound
+        self.full_rank = kda.full_rank_gate
+        gate = self.width if self.full_rank else self.head_dim
+        self.sizes = (3 * self.width, self.head_dim, gate, self.heads)
+        wide = wide_dtype(dtype)
+        self.w_in = empty(sum(self.sizes), hidden, dtype=dtype, device=device)
+        self.w_f = empty(self.width, self.head_dim, dtype=dtype, device=device)
+        self.w_g = None if self.full_rank else empty(self.width, self.head_dim, dtype=dtype, device=device)
+        self.w_out = empty(hidden, self.width, dtype=dtype, device=device)
+        self.conv = empty(kda.conv_kernel, 3 * self.width, dtype=wide, device=device)
+        self.exp_a = empty(self.heads, dtype=wide, device=device)
+        self.dt_bias = empty(self.width, dtype=wide, device=device)
+        self.norm = empty(self.head_dim, dtype=wide, device=device)
+
+    def slots(self) -> dict[str, Slot]:
+        w = self.width
+        _, fa, gate, b = self.w_in.split(list(self.sizes))
+        slots = {f"kda.{n}_proj": Slot(self.w_in[i * w : (i + 1) * w]) for i, n in enumerate("qkv")}
+        slots |= {f"kda.{n}_conv1d": Slot(self.conv[:, i * w : (i + 1) * w], taps_first) for i, n in enumerate("qkv")}
+        slots |= {
+            "kda.f_a_proj": Slot(fa),
+            "kda.f_b_proj": Slot(self.w_f),
+            "kda.b_proj": Slot(b),
+            "kda.A_log": Slot(self.exp_a, first(self.heads)),
+            "kda.dt_bias": Slot(self.dt_bias),
+            "kda.o_norm": Slot(self.norm),
+            "kda.o_proj": Slot(self.w_out),
+        }
+        if self.w_g is None:
+            return slots | {"kda.g_proj": Slot(gate)}
+        return slots | {"kda.g_a_proj": Slot(gate), "kda.g_b_proj": Slot(self.w_g)}
+
+    def finish(self) -> None:
+        self.exp_a.exp_()
+
+    def __call__(self, x: Tensor, step: Step, views: ArenaViews) -> Tensor:
+        """x [T, hidden] (normed) -> [T, hidden]; states and windows of the step's rows move on in place."""
+        tokens, heads, k = x.shape[0], self.heads, self.head_dim
+        raw, f, gate, b = F.linear(x, self.w_in).split(self.sizes, dim=1)
+        z = widen(F.linear(f, self.w_f)) + self.dt_bias
+        g = self.kernels.log_decay(z.view(tokens, heads, k), self.exp_a, self.lower_bound)
+        beta = torch.sigmoid(widen(b))
+        qkv = self._convolve(raw, step, views.window(self.index))
+        qk = self.kernels.l2_norm(qkv[:, : 2 * self.width].view(tokens, 2 * heads, k), L2_EPS)
+        v = qkv[:, 2 * self.width :].view(tokens, heads, k)
+        o = self._recur(qk[:, :heads], qk[:, heads:], v, g, beta, step, views.recurrent(self.index))
+        if self.w_g is not None:
+            gate = F.linear(gate, self.w_g)
+        y = self.kernels.gated_rms_norm(o, gate.reshape(tokens, heads, k), self.norm, self.eps)
+        return F.linear(y.view(tokens, self.width), self.w_out)
+
+    def _convolve(self, raw: Tensor, step: Step, windows: Tensor) -> Tensor:
+        if step.all_decode:
+            return self.kernels.conv_decode(raw, self.conv, windows, step.decode_block_index)
+        if step.one_chunk:
+            return self.kernels.conv_chunk(raw, self.conv, windows[step.chunks[0].block])
+        out = self.conv.new_empty(raw.shape)
+        for chunk in step.chunks:
+            out[chunk.tokens] = self.kernels.conv_chunk(raw[chunk.tokens], self.conv, windows[chunk.block])
+        if step.decode_count:
+            tokens = step.decode_tokens
+            out[tokens] = self.kernels.conv_decode(raw[tokens], self.conv, windows, step.decode_block_index)
+        return out
+
+    def _recur(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, step: Step, states: Tensor) -> Tensor:
+        if step.all_decode:
+            return self.kernels.kda_decode(q, k, v, g, beta, states, step.decode_blocks)
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        if step.decode_count:
+            t = step.decode_tokens
+            out[t] = self.kernels.kda_decode(q[t], k[t], v[t], g[t], beta[t], states, step.decode_blocks)
+        self.kernels.kda_prefill(q, k, v, g, beta, states, step.tiles, out)
+        return out

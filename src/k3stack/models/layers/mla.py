@@ -1,0 +1,94 @@
+"""The MLA attention of one layer: query and latent projections, cache rows, attention, output gate."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from k3stack.config.geometry import ModelGeometry
+from k3stack.kernels.precision import widen
+from k3stack.kernels.select import Kernels
+from k3stack.models.batch import Step
+from k3stack.models.layers.part import Part, Slot, empty
+from k3stack.models.views import ArenaViews
+
+
+class MlaAttention(Part):
+    """``index`` counts MLA layers from 0. All projections of the input are one weight: q (or q_a), kv_a, gate."""
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        index: int,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        latent_eps: float,
+    ) -> None:
+        mla, hidden = geometry.mla, geometry.hidden
+        self.index, self.kernels, self.latent_eps = index, kernels, latent_eps
+        self.heads, self.latent, self.qk_dim = mla.heads, mla.kv_lora_rank, mla.qk_dim
+        out_width = mla.heads * mla.v_dim
+        self.q_lora, self.output_gate = mla.q_lora_rank, mla.output_gate
+        queries = self.heads * self.qk_dim
+        self.sizes = (self.q_lora or queries, mla.row_width, out_width if self.output_gate else 0)
+        self.w_in = empty(sum(self.sizes), hidden, dtype=dtype, device=device)
+        if self.q_lora is not None:
+            self.q_norm = empty(self.q_lora, dtype=dtype, device=device)
+            self.w_q = empty(queries, self.q_lora, dtype=dtype, device=device)
+        self.kv_norm = empty(self.latent, dtype=dtype, device=device)
+        self.kv_b = empty(self.heads, mla.nope_dim + mla.v_dim, self.latent, dtype=dtype, device=device)
+        self.w_out = empty(hidden, out_width, dtype=dtype, device=device)
+
+    def slots(self) -> dict[str, Slot]:
+        q, kv_a, gate = self.w_in.split(list(self.sizes))
+        slots = {
+            "mla.kv_a_proj_with_mqa": Slot(kv_a),
+            "mla.kv_a_layernorm": Slot(self.kv_norm),
+            "mla.kv_b_proj": Slot(self.kv_b.view(-1, self.latent)),
+            "mla.o_proj": Slot(self.w_out),
+        }
+        if self.q_lora is None:
+            slots["mla.q_proj"] = Slot(q)
+        else:
+            slots["mla.q_a_proj"] = Slot(q)
+            slots["mla.q_a_layernorm"] = Slot(self.q_norm)
+            slots["mla.q_b_proj"] = Slot(self.w_q)
+        if self.output_gate:
+            slots["mla.g_proj"] = Slot(gate)
+        return slots
+
+    def __call__(self, x: Tensor, step: Step, views: ArenaViews) -> Tensor:
+        """x [T, hidden] (normed) -> [T, hidden]; writes the new tokens' cache rows, then attends."""
+        tokens = x.shape[0]
+        q, kv, gate = F.linear(x, self.w_in).split(self.sizes, dim=1)
+        if self.q_lora is not None:
+            q = F.linear(self.kernels.rms_norm(q, self.q_norm, self.latent_eps), self.w_q)
+        latent = self.kernels.rms_norm(kv[:, : self.latent], self.kv_norm, self.latent_eps)
+        rows = views.rows(self.index)
+        rows[step.cache_slots(rows.shape[1])] = torch.cat([latent, kv[:, self.latent :]], dim=1)
+        o = self._attend(q.reshape(tokens, self.heads, self.qk_dim), rows, step).reshape(tokens, -1)
+        if self.output_gate:
+            o = (widen(o) * torch.sigmoid(widen(gate))).to(x.dtype)
+        return F.linear(o, self.w_out)
+
+    def _attend(self, q: Tensor, rows: Tensor, step: Step) -> Tensor:
+        if step.all_decode:
+            return self.kernels.mla_decode(q, rows, step.decode_pages, step.decode_lengths, self.kv_b)
+        parts = []
+        for chunk in step.chunks:
+            end = chunk.start + chunk.count
+            pages = step.page_table[chunk.row, : -(-end // rows.shape[1])]
+            seen = rows[pages].view(-1, rows.shape[2])[:end]
+            parts.append((chunk.tokens, self.kernels.mla_attend(q[chunk.tokens], seen, self.kv_b, chunk.start)))
+        if step.one_chunk:
+            return parts[0][1]
+        if step.decode_count:
+            t = step.decode_tokens
+            o = self.kernels.mla_decode(q[t], rows, step.decode_pages, step.decode_lengths, self.kv_b)
+            parts.append((t, o))
+        out = q.new_empty(q.shape[0], self.heads, parts[0][1].shape[2])
+        for tokens, o in parts:
+            out[tokens] = o
+        return out

@@ -1,0 +1,83 @@
+"""A trivial arena for tests: poisoned memory, blocks and pages handed out in shuffled order, no policy."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from k3stack.estimate.pools import block_layout
+from k3stack.models.batch import ForwardBatch
+from k3stack.models.capture import Capture
+from k3stack.models.network import Model
+from k3stack.models.views import ArenaViews, cache_dtypes
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@dataclass
+class Sequence:
+    block: int
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+
+
+class TestArena:
+    """Every byte is 0xFF (NaN in each dtype) until something is written there."""
+
+    __test__ = False
+
+    def __init__(self, model: Model, blocks: int = 12, seed: int = 0) -> None:
+        self.model = model
+        state, window, row = cache_dtypes(model.dtype)
+        self.layout = block_layout(
+            model.geometry, recurrent_itemsize=state.itemsize, conv_itemsize=window.itemsize, row_itemsize=row.itemsize
+        )
+        self.buffer = torch.full((blocks * self.layout.block_bytes,), 0xFF, dtype=torch.uint8)
+        self.views = ArenaViews(
+            self.buffer, self.layout, model.geometry, state_dtype=state, window_dtype=window, row_dtype=row
+        )
+        order = list(range(blocks))
+        rng = random.Random(seed)
+        rng.shuffle(order)
+        self._blocks = order[: blocks // 2]
+        per = self.layout.pages_per_block
+        self._pages = [b * per + i for b in order[blocks // 2 :] for i in range(per)]
+        rng.shuffle(self._pages)
+
+    def open(self) -> Sequence:
+        block = self._blocks.pop()
+        start = block * self.layout.block_bytes
+        self.buffer[start : start + self.layout.state_bytes] = 0
+        return Sequence(block)
+
+    def run(
+        self, work: list[tuple[Sequence, list[int]]], *, every: bool = False, capture: Capture | None = None
+    ) -> Tensor:
+        """One step; logits of each row's last token, or of every token."""
+        cu, starts = [0], []
+        for seq, ids in work:
+            starts.append(seq.length)
+            seq.length += len(ids)
+            while len(seq.pages) * self.layout.page_tokens < seq.length:
+                seq.pages.append(self._pages.pop())
+            cu.append(cu[-1] + len(ids))
+        width = max(len(s.pages) for s, _ in work) + 1
+        wanted = torch.arange(cu[-1]) if every else torch.tensor(cu[1:]) - 1
+        batch = ForwardBatch(
+            ids=torch.tensor([i for _, ids in work for i in ids]),
+            cu=cu,
+            starts=starts,
+            state_blocks=torch.tensor([s.block for s, _ in work]),
+            page_table=torch.tensor([s.pages + [1 << 40] * (width - len(s.pages)) for s, _ in work]),
+            logit_index=wanted,
+        )
+        return self.model.forward(batch, self.views, capture)
+
+    def rows(self, seq: Sequence, layer: int) -> Tensor:
+        """[length, row width] of the ``layer``-th MLA layer."""
+        rows = self.views.rows(layer)
+        return rows[torch.tensor(seq.pages)].reshape(-1, rows.shape[2])[: seq.length]
