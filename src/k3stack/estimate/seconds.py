@@ -1,0 +1,181 @@
+"""How long does a step take? The rank's work over the hardware's rates, with efficiencies that say where they are from.
+
+A step's time is the sum of its parts, since a layer's parts follow one another: each part takes the longer of its
+bytes over bandwidth and its operations over rate, divided by an efficiency; then come the sums over ranks, which pay a
+latency each and their bytes over the slowest link, and a fixed time outside the GPU's work. ``Efficiency`` holds those
+factors as data with provenance; ``floor`` is the same step with every efficiency 1 and no latency.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from k3stack.config.geometry import ModelGeometry
+from k3stack.config.hardware import Hardware
+from k3stack.config.layout import ParallelLayout, SizingEngine
+from k3stack.errors import UserError
+from k3stack.estimate.work import Precision, RankModel, RankWork, StepLoad
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Factors between work and time. Shares are of the catalogue's peak; times are seconds."""
+
+    dense_read: float = 0.75
+    """Bandwidth share reached by 16-bit weights, states and cache rows."""
+    expert_read: float = 0.60
+    """Bandwidth share reached by the routed experts' packed weights in small batches."""
+    product: float = 0.45
+    """Share of the 16-bit rate reached by prefill products."""
+    expert_product: float = 0.35
+    """Share of the experts' rate reached by prefill products of experts."""
+    attention: float = 0.30
+    """Share of the 16-bit rate reached by attention."""
+    sum_s: float = 8e-6
+    """Latency of one sum over the ranks."""
+    decode_s: float = 5e-4
+    """A decode step's time outside its parts (launches, sampling)."""
+    chunk_s: float = 5e-3
+    """A prefill step's time outside its parts."""
+    host_s: float = 0.0
+    """Time a request spends outside steps before its first token (HTTP, tokenizing, hand-over)."""
+    dcp_layer_s: float = 1.2e-5
+    """Exchange of partial attention, one MLA layer of a decode step under DCP."""
+    draft_s: float = 0.0
+    """One pass of the drafter and the longer verification's overhead."""
+    error: float = 0.3
+    """Relative error band of a predicted step time (stated beside every prediction)."""
+    provenance: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def constants(self) -> dict[str, float]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "provenance"}
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of one step, and of its parts."""
+
+    seconds: float
+    parts: Mapping[str, float]
+    floor_s: float
+
+
+class StepModel:
+    """Times of steps of one server: geometry, layout, hardware and efficiencies in, seconds out."""
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        layout: ParallelLayout,
+        hardware: Hardware,
+        efficiency: Efficiency,
+        *,
+        engine: SizingEngine = "k3",
+        precision: Precision | None = None,
+        slowest: bool = True,
+        sharded_prefill: bool = False,
+    ) -> None:
+        self.layout, self.hardware, self.efficiency = layout, hardware, efficiency
+        self._slowest = slowest
+        self.stages = [
+            RankModel(
+                geometry,
+                layout,
+                engine=engine,
+                precision=precision,
+                stage=i,
+                sharded_prefill=sharded_prefill,
+            )
+            for i in range(layout.pp)
+        ]
+        gpu = hardware.gpu
+        bf16 = gpu.rates["bf16"]
+        fp8 = precision.experts_fp8 if precision else False
+        self._bandwidth, self._rate = gpu.bandwidth, bf16
+        self._expert_rate = gpu.rates.get("fp8", bf16) if fp8 else bf16
+        self._link = _slowest_link(hardware, layout)
+
+    def step(self, load: StepLoad, stage: int = 0) -> StepCost:
+        """Seconds of ``load`` on pipeline stage ``stage``, its parts, and its floor."""
+        work = self.stages[stage].work(load, slowest=self._slowest)
+        parts = self._parts(load, work, self.efficiency)
+        return StepCost(sum(parts.values()), parts, self.floor(work))
+
+    def seconds(self, load: StepLoad) -> float:
+        """Time of a step on the slowest stage (the only one without pipeline parallelism)."""
+        return max(self.step(load, i).seconds for i in range(len(self.stages)))
+
+    def floor(self, work: RankWork) -> float:
+        """No step can be faster: all bytes at full bandwidth, or all operations at the full rate."""
+        compute = (work.flops - work.expert_flops) / self._rate + work.expert_flops / self._expert_rate
+        return max(work.bytes / self._bandwidth, compute)
+
+    def _parts(self, load: StepLoad, work: RankWork, e: Efficiency) -> dict[str, float]:
+        bw, rate = self._bandwidth, self._rate
+        parts = {
+            "dense": max(work.dense_bytes / (bw * e.dense_read), work.dense_flops / (rate * e.product)),
+            "experts": max(
+                work.expert_bytes / (bw * e.expert_read), work.expert_flops / (self._expert_rate * e.expert_product)
+            ),
+            "head": max(work.head_bytes / (bw * e.dense_read), work.head_flops / (rate * e.product)),
+            "state": work.state_bytes / (bw * e.dense_read),
+            "attention": max(work.cache_bytes / (bw * e.dense_read), work.attention_flops / (rate * e.attention)),
+            "sums": self._sums(work, e),
+            "fixed": (e.chunk_s if load.chunk_tokens else 0.0) + (e.decode_s if load.decode_rows else 0.0),
+        }
+        if self.layout.dcp > 1 and load.decode_rows:
+            parts["dcp"] = e.dcp_layer_s * self.stages[0].block.cache_layers
+        if load.verify > 1 and load.decode_rows:
+            parts["draft"] = e.draft_s
+        return parts
+
+    def _sums(self, work: RankWork, e: Efficiency) -> float:
+        if not work.sums:
+            return 0.0
+        n = self.layout.tp
+        # Ring or two-shot: each rank sends and receives 2 (n − 1) / n of the buffer.
+        return work.sums * e.sum_s + 2.0 * (n - 1) / n * work.sum_bytes / self._link
+
+    def handon_s(self, tokens: int) -> float:
+        """Hand-on between pipeline stages: the running prefix and all bank rows of every token, 16 bit."""
+        geometry = self.stages[0].geometry
+        rows = 1 + geometry.residual_rows
+        return tokens * rows * geometry.hidden * 2 / self.layout.tp / self._link
+
+
+def _slowest_link(hardware: Hardware, layout: ParallelLayout) -> float:
+    """Bytes a second, one direction, of the slowest link that a sum over the tp ranks crosses, a GPU."""
+    gpu = hardware.gpu
+    if layout.tp <= hardware.gpus_per_node:
+        return gpu.node_link
+    return gpu.domain_link if layout.tp <= gpu.nvlink_domain else gpu.network_link
+
+
+@lru_cache(maxsize=1)
+def _efficiencies() -> Mapping[str, Any]:
+    data: dict[str, Any] = json.loads(files("k3stack.estimate").joinpath("data/efficiency.json").read_text())
+    return data
+
+
+def load_efficiency(name: str) -> Efficiency:
+    """The shipped set ``name`` (see ``data/efficiency.json``), each constant with its provenance."""
+    sets = _efficiencies()["sets"]
+    if name not in sets:
+        raise UserError(f"no efficiencies named {name!r}; known: {', '.join(sorted(sets))}", param="efficiency")
+    return parse_efficiency(sets[name], name)
+
+
+def parse_efficiency(raw: Mapping[str, Any], where: str) -> Efficiency:
+    """Build from ``{constant: {value, source}}``; unknown constants are refused by name."""
+    known = {f.name for f in fields(Efficiency)} - {"provenance"}
+    unknown = set(raw) - known - {"about"}
+    if unknown:
+        raise UserError(f"efficiencies {where}: unknown constants {sorted(unknown)}; known: {sorted(known)}")
+    values = {k: float(v["value"]) for k, v in raw.items() if k != "about"}
+    sources = {k: str(v["source"]) for k, v in raw.items() if k != "about"}
+    return replace(Efficiency(), **values, provenance=sources)
