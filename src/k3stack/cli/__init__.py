@@ -18,6 +18,7 @@ from k3stack.errors import BugError, K3Error
 VERBS: dict[str, str] = {
     "serve": "serve a model over HTTP",
     "chat": "talk to a server from the terminal",
+    "bench": "load-test a server against a latency target",
 }
 """Verb -> what it does. The verb's module is ``k3stack.cli.<verb>``."""
 

@@ -1,0 +1,87 @@
+"""`k3 bench`: load-test any OpenAI-compatible server against a latency target."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from k3stack.cli.arguments import Parser, print_json, say
+from k3stack.cli.load_arguments import (
+    add_load_options,
+    compare_records,
+    print_summary,
+    read_spec,
+    read_target,
+    write_outputs,
+)
+from k3stack.errors import UserError
+
+
+def run(argv: list[str]) -> int:
+    """Run the load; exit 1 when the target's share was not kept."""
+    parser = _parser()
+    args = parser.read(argv)
+    target = read_target(args)
+    if args.compare:
+        rows = compare_records(*args.compare, target)
+        if args.json:
+            print_json([dict(zip(("figure", "first", "second", "change"), row, strict=True)) for row in rows])
+        else:
+            for row in rows:
+                print("  ".join(f"{cell:>22}" for cell in row))
+        return 0
+    if not args.base_url:
+        raise UserError("--base-url is missing: where the server is, such as http://127.0.0.1:30000", param="base-url")
+    from k3stack.workload.bench import run_bench, run_sustained
+    from k3stack.workload.client import ClientOptions
+
+    options = ClientOptions(
+        base_url=args.base_url.removesuffix("/v1"),
+        model=args.model,
+        api_key=args.api_key or os.environ.get("OPENAI_API_KEY"),
+        ignore_eos=not args.no_ignore_eos,
+        temperature=args.temperature,
+        keep_token_times=args.token_times,
+    )
+    spec = read_spec(args)
+    more = {
+        "gpus": args.gpus,
+        "tokens_per_word": args.tokens_per_word,
+        "progress": not args.json or sys.stderr.isatty(),
+    }
+    if args.sustained:
+        bench = run_sustained(
+            spec,
+            options,
+            target,
+            on_point=lambda p: say(
+                f"{p.rate:.3f} requests/s: {100 * p.share:.1f} % within target ({len(p.shares)} runs)"
+            ),
+            **more,
+        )
+    else:
+        bench = run_bench(spec, options, target, **more)
+    title = f"{args.base_url}: {spec.name}" + (f" at {spec.rate:g} requests/s" if spec.rate else "")
+    write_outputs(args, title, bench.records, bench.summary, target, bench.window_s, bench.points)
+    if args.json:
+        print_json(bench.summary)
+    else:
+        print_summary(bench.summary, title)
+    share = bench.summary["share_within_target"]
+    return 0 if args.sustained or (share is not None and share >= target.share) else 1
+
+
+def _parser() -> Parser:
+    parser = Parser("bench", __doc__ or "", json_output=True)
+    where = parser.add_argument_group("server")
+    where.add_argument("--base-url", help="the server, such as http://127.0.0.1:30000")
+    where.add_argument("--model", help="model name to send (default: the server's first)")
+    where.add_argument("--api-key", help="bearer token (default: the environment's OPENAI_API_KEY)")
+    where.add_argument("--gpus", type=int, default=1, help="GPUs of the server, for figures per GPU")
+    where.add_argument("--temperature", type=float, help="sampling temperature (default: the server's)")
+    where.add_argument("--no-ignore-eos", action="store_true", help="let answers end where the model ends them")
+    where.add_argument("--tokens-per-word", type=float, help="skip the calibration of synthetic prompts")
+    where.add_argument("--token-times", action="store_true", help="keep the time of every token in the records")
+    add_load_options(parser)
+    parser.add_argument("--compare", nargs=2, metavar="FILE", help="compare two files of records; nothing is sent")
+    return parser
