@@ -73,8 +73,6 @@ def lone_greedy(prompt: list[int], count: int) -> list[int]:
 class FakeNetwork:
     """See the module. ``fail_on``: a token whose appearance makes the whole step raise; ``nan_on``: NaN logits."""
 
-    vocab = VOCAB
-
     def __init__(self, fail_on: int | None = None, nan_on: int | None = None) -> None:
         self.fail_on = fail_on
         self.nan_on = nan_on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from k3stack.errors import BugError
 from k3stack.executor.torch.executor import TorchExecutor
 from k3stack.memory.ops import ClearState, CopyPage, CopyState, SetPage, SetState
 from k3stack.scheduler.plan import GroupPlan, PagesAppend, RowAdd, RowWork, StepPlan, StepResult
-from tests.cpu.fake_network import FakeNetwork, lone_greedy, lone_logits, pool_plan, views_of
+from tests.cpu.fake_network import VOCAB, FakeNetwork, lone_greedy, lone_logits, pool_plan, views_of
 
 GREEDY = SamplingParams(temperature=0.0)
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ class Driver:
 
     def __init__(self, network: FakeNetwork | None = None) -> None:
         self.network = network or FakeNetwork()
-        self.executor = TorchExecutor(self.network, pool_plan(), views_of, CPU, poison=True)
+        self.executor = TorchExecutor(self.network, pool_plan(), views_of, vocab=VOCAB, device=CPU, poison=True)
         self.step = 0
 
     def plan(self, *, reset: bool = False, **group: Any) -> StepPlan:
@@ -242,7 +243,7 @@ def test_scores_of_prompt_tokens(driver: Driver, cuts: tuple[int, ...], score_fr
     scored: list[Any] = []
     params = SamplingParams(temperature=0.0, top_logprobs=2)
     add = RowAdd(row=0, state_block=0, pages=pages(1, 1), length=0, sampling=params)
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in itertools.pairwise(cuts):
         first = {"added": (add,), "before": (ClearState(0),)} if start == 0 else {}
         wants = score_from if score_from - 1 < end else None
         work = RowWork(row=0, start=start, ids=tuple(prompt[start:end]), sample=end == 10, score_from=wants)

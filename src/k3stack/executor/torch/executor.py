@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +20,6 @@ from k3stack.executor.torch.rows import RowTables
 from k3stack.executor.torch.sampler import Sampler
 from k3stack.memory.ops import ClearState, CopyPage, CopyState, Op, SetPage, SetState
 from k3stack.models.batch import ForwardBatch
-from k3stack.models.views import ArenaViews
 from k3stack.scheduler.plan import PLAN_VERSION, GroupPlan, StepPlan, StepResult
 from k3stack.scheduler.seams import StepHandle
 
@@ -29,9 +28,6 @@ MAX_IN_FLIGHT = 2
 
 class Network(Protocol):
     """What the executor needs of a model: logits [N, vocab] for the positions that ``batch.logit_index`` names."""
-
-    @property
-    def vocab(self) -> int: ...
 
     def forward(self, batch: ForwardBatch, views: Any) -> torch.Tensor: ...
 
@@ -53,6 +49,7 @@ class Handle:
 class TorchExecutor:
     """Executor over one network and one device arena; serves plans of one data-parallel group.
 
+    ``views_of`` turns the arena's flat buffer into what the network reads and writes (``ArenaViews``).
     ``submit`` checks version and numbering (BugError), queues the plan and returns; a worker thread carries plans out
     in order. Whatever goes wrong inside a step becomes the result's ``error``; later plans fail too until one says
     ``reset``. With ``poison`` cache rows are overwritten with NaN when a page is given to a row, so that reading what
@@ -60,16 +57,23 @@ class TorchExecutor:
     """
 
     def __init__(
-        self, network: Network, plan: PoolPlan, views_of: Any, device: torch.device, *, poison: bool = False
+        self,
+        network: Network,
+        plan: PoolPlan,
+        views_of: Callable[[torch.Tensor], Any],
+        *,
+        vocab: int,
+        device: torch.device,
+        poison: bool = False,
     ) -> None:
         self.arena = DeviceArena(plan, device)
         self._network = network
-        self._views: ArenaViews = views_of(self.arena.buffer)
+        self._views = views_of(self.arena.buffer)
         self._device = device
         self._layout = plan.layout
         self._poison = poison
         self._rows = RowTables(device, max(plan.max_running, 1))
-        self._sampler = Sampler(network.vocab, device, max(plan.max_running, 1))
+        self._sampler = Sampler(vocab, device, max(plan.max_running, 1))
         self._tails: dict[int, torch.Tensor] = {}
         """Logits at the last position computed of a row whose prompt is being scored; they score its next token."""
         self._next_step = 0
@@ -95,7 +99,7 @@ class TorchExecutor:
         if len(plan.groups) != 1:
             raise BugError(f"step {plan.step} is for {len(plan.groups)} groups; this executor serves one")
         if len(self._flying) >= MAX_IN_FLIGHT:
-            raise BugError(f"step {plan.step} would be the {MAX_IN_FLIGHT + 1}rd in flight; wait for one first")
+            raise BugError(f"step {plan.step} would be the third in flight; wait for one first")
         self._next_step = plan.step + 1
         handle = Handle(plan)
         self._flying.append(handle)
