@@ -1,1 +1,44 @@
 """What runs next? Queues, admission, step policies, preemption, abort, drain; and the seams they run against."""
+
+from __future__ import annotations
+
+from k3stack.scheduler.clock import VirtualClock
+from k3stack.scheduler.loop import MaskSource, StepLoop
+from k3stack.scheduler.options import SchedulerOptions
+from k3stack.scheduler.policies.prefill_first import PrefillFirst
+from k3stack.scheduler.policy import Decision, Policy, View
+from k3stack.scheduler.request import (
+    Event,
+    FinishEvent,
+    FinishReason,
+    Refusal,
+    Request,
+    StopHit,
+    Stopper,
+    Times,
+    TokenEvent,
+)
+from k3stack.scheduler.scheduler import MaskedRow, Scheduler, SchedulerStats
+
+__all__ = [
+    "Decision",
+    "Event",
+    "FinishEvent",
+    "FinishReason",
+    "MaskSource",
+    "MaskedRow",
+    "Policy",
+    "PrefillFirst",
+    "Refusal",
+    "Request",
+    "Scheduler",
+    "SchedulerOptions",
+    "SchedulerStats",
+    "StepLoop",
+    "StopHit",
+    "Stopper",
+    "Times",
+    "TokenEvent",
+    "View",
+    "VirtualClock",
+]

@@ -1,4 +1,4 @@
-"""The seams that scheduling runs against: ``Executor`` and ``Clock``.
+"""The seams that scheduling runs against: ``Executor``, ``Clock`` and, of ``memory``, what it uses.
 
 The torch executor runs the network, the modelled one asks the estimate how long the step would take, the scripted
 one does what a test says. The scheduler cannot tell them apart, so what is simulated is what serves.
@@ -6,9 +6,11 @@ one does what a test says. The scheduler cannot tell them apart, so what is simu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from k3stack.estimate.pools import PoolPlan
+from k3stack.memory.ops import Op
 from k3stack.scheduler.plan import StepPlan, StepResult
 
 
@@ -53,3 +55,54 @@ class Clock(Protocol):
     def now(self) -> float: ...
 
     def sleep_until(self, t: float) -> None: ...
+
+
+class Opened(Protocol):
+    """A row may begin: its state block, the pages of the reused prefix of ``cached`` tokens, and the copies."""
+
+    @property
+    def state_block(self) -> int: ...
+
+    @property
+    def pages(self) -> Sequence[int]: ...
+
+    @property
+    def cached(self) -> int: ...
+
+    @property
+    def ops(self) -> Sequence[Op]: ...
+
+
+class Extended(Protocol):
+    """Pages that join a row's table."""
+
+    @property
+    def pages(self) -> Sequence[int]: ...
+
+    @property
+    def ops(self) -> Sequence[Op]: ...
+
+
+class RowMemory(Protocol):
+    """What scheduling uses of ``memory.Memory``; ``seq`` is the row number. See there for the contracts."""
+
+    @property
+    def plan(self) -> PoolPlan: ...
+
+    def open(self, seq: int, ids: Sequence[int]) -> Opened | None: ...
+
+    def extend(self, seq: int, length: int) -> Extended | None: ...
+
+    def advance(self, seq: int, ids: Sequence[int], length: int) -> Sequence[Op]: ...
+
+    def cut(self, seq: int, start: int, end: int) -> int: ...
+
+    def snapshot(self, seq: int, ids: Sequence[int], length: int) -> Sequence[Op]: ...
+
+    def wants_decode_snapshot(self, seq: int, length: int) -> bool: ...
+
+    def close(self, seq: int, ids: Sequence[int], *, state_at: int | None, keep: bool = True) -> object: ...
+
+    def check(self) -> None: ...
+
+    def flush(self) -> object: ...

@@ -1,0 +1,1 @@
+"""Step policies, by the name that ``--policy`` takes."""

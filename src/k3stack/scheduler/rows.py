@@ -1,0 +1,107 @@
+"""The row table: which request is which row, how far each is planned, and which rows decode."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+
+from k3stack.scheduler.request import Entry
+
+NEVER = 1 << 62
+
+
+class RowTable:
+    """Rows 0..n-1. The bulk of a decode step is done on arrays; only rows that are *due* are looked at one by one.
+
+    A row is due when its length has reached its ``horizon``: it needs a page, a snapshot is near, or its last token
+    is planned.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.length: npt.NDArray[np.int64] = np.zeros(rows, np.int64)
+        """Tokens in cache and state once every plan issued has run."""
+        self.horizon: npt.NDArray[np.int64] = np.zeros(rows, np.int64)
+        self.room = [0] * rows
+        """Tokens that the row's pages have room for."""
+        self.snap = [NEVER] * rows
+        """Length at which the next snapshot is wanted during decode."""
+        self.running: dict[int, Entry] = {}
+        self._free = list(range(rows))
+        self._members: dict[int, Entry] = {}
+        self._dirty = False
+        self._rows: tuple[int, ...] = ()
+        self._array: npt.NDArray[np.intp] = np.zeros(0, np.intp)
+        self._entries: list[Entry] = []
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def size(self) -> int:
+        return len(self.room)
+
+    @property
+    def lowest_free(self) -> int:
+        """The row that ``take`` would give; there must be one."""
+        return self._free[0]
+
+    def take(self, entry: Entry, length: int) -> int:
+        """``entry`` becomes the lowest free row, with ``length`` tokens in place."""
+        row = heapq.heappop(self._free)
+        entry.row = row
+        self.running[row] = entry
+        self.length[row] = length
+        self.room[row] = 0
+        self.snap[row] = NEVER
+        return row
+
+    def drop(self, entry: Entry) -> None:
+        """``entry`` leaves its row, whose number may be taken again at once: plans name rows ended before added."""
+        row = entry.row
+        self.stop_decode(row)
+        del self.running[row]
+        entry.row = -1
+        heapq.heappush(self._free, row)
+
+    def start_decode(self, row: int, entry: Entry) -> None:
+        self._members[row] = entry
+        self._dirty = True
+
+    def stop_decode(self, row: int) -> None:
+        if self._members.pop(row, None) is not None:
+            self._dirty = True
+
+    @property
+    def decoding(self) -> int:
+        return len(self._members)
+
+    def decode_set(self) -> tuple[tuple[int, ...], list[Entry]]:
+        """The decode rows and their entries; the same objects until the set changes. Not to be modified."""
+        self._refresh()
+        return self._rows, self._entries
+
+    def _refresh(self) -> None:
+        if self._dirty:
+            self._rows = tuple(self._members)
+            self._entries = list(self._members.values())
+            self._array = np.array(self._rows, np.intp)
+            self._dirty = False
+
+    def due(self) -> list[int]:
+        """Decode rows that need a look before their next token."""
+        self._refresh()
+        rows = self._array
+        if not len(rows):
+            return []
+        late = self.length[rows] >= self.horizon[rows]
+        return rows[late].tolist() if late.any() else []
+
+    def step(self, rows: tuple[int, ...]) -> None:
+        """Every one of ``rows`` (what ``decode_set`` gave, or a part of it) has one more token planned."""
+        if rows is self._rows and not self._dirty:
+            self.length[self._array] += 1
+        elif rows:
+            self.length[np.array(rows, np.intp)] += 1
