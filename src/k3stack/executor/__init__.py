@@ -1,1 +1,1 @@
-"""How does a step run? Executors carry out plans: with the network, by a model of its cost, or by a script."""
+"""How does a step run? ``scripted`` (tests), ``modelled`` (durations from a cost function), ``torch`` (the network)."""

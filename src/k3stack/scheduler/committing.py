@@ -44,7 +44,7 @@ class Committer:
         core = self.core
         core.counts["failed_steps"] += 1
         for entry in [*flight.decode, *(entry for entry, _ in flight.work)]:
-            if entry.phase is not Phase.ENDED:
+            if not entry.ended:
                 core.end(entry, "error", message=message, keep=False)
         core.lose_device()
 
@@ -57,7 +57,7 @@ class Committer:
             entry = by_row.get(failed.row)
             if entry is None or failed.error is None:
                 raise BugError(f"step {flight.step}: a result for row {failed.row}, which has no work in it")
-            if entry.phase is not Phase.ENDED:
+            if not entry.ended:
                 self.core.end(entry, "error", message=failed.error, keep=False)
 
     def _decode_tokens(self, entries: list[Entry], tokens: tuple[int, ...]) -> None:
@@ -73,8 +73,8 @@ class Committer:
             else:
                 emit(event(entry.rid, (token,)))
 
-    def _look(self, entry: Entry, token: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
-        """``token`` has just joined ``entry.ids``: emit it, end the request if it is time."""
+    def _look(self, entry: Entry, token: int, logprobs: tuple[TokenLogprobs, ...]) -> bool:
+        """``token`` has just joined ``entry.ids``: emit it, and end the request if it is time (False)."""
         core, request = self.core, entry.request
         outputs = entry.outputs
         may_stop = outputs >= request.sampling.min_tokens
@@ -86,19 +86,22 @@ class Committer:
             if kept:
                 core.events.append(TokenEvent(entry.rid, (token,), logprobs))
             core.end(entry, "stop", matched=hit.matched, outputs=outputs - 1 + kept)
-            return
+            return False
         core.events.append(TokenEvent(entry.rid, (token,), logprobs))
         if may_stop and token in entry.stop_ids:
             core.end(entry, "stop", matched=token)
         elif outputs >= entry.limit:
             core.end(entry, "length")
-        elif len(entry.ids) >= entry.mark:
-            core.pages_known(entry)
+        else:
+            if len(entry.ids) >= entry.mark:
+                core.pages_known(entry)
+            return True
+        return False
 
     def _row(self, entry: Entry, sampled: bool, row: RowResult) -> None:
         """The result of one ``RowWork``."""
         core = self.core
-        if entry.phase is Phase.ENDED:
+        if entry.ended:
             return
         if row.error is not None:
             core.end(entry, "error", message=row.error, keep=False)
@@ -115,6 +118,5 @@ class Committer:
             entry.first_at = core.clock.now()
         for i, token in enumerate(row.tokens):
             entry.ids.append(token)
-            self._look(entry, token, row.logprobs[i : i + 1])
-            if entry.phase is Phase.ENDED:
+            if not self._look(entry, token, row.logprobs[i : i + 1]):
                 return

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from k3stack.errors import BugError
 from k3stack.scheduler.scheduler import MaskedRow, Scheduler
 from k3stack.scheduler.seams import Executor, StepHandle
 
@@ -48,8 +49,8 @@ class StepLoop:
             try:
                 handle = self.executor.submit(plan)
                 rows = self.scheduler.masked_rows(plan)
-                if rows and self.masks is not None:
-                    self.executor.masks(plan.step, self.masks(rows))
+                if rows:
+                    self.executor.masks(plan.step, self._masks_of(rows))
             except BaseException as e:
                 self._broken(e)
                 raise
@@ -69,6 +70,11 @@ class StepLoop:
         """Turn until nothing is left to do."""
         while self.turn():
             pass
+
+    def _masks_of(self, rows: Sequence[MaskedRow]) -> Mapping[int, bytes]:
+        if self.masks is None:
+            raise BugError(f"request {rows[0].rid!r} needs grammar masks and the loop has no source of them")
+        return self.masks(rows)
 
     def _broken(self, error: BaseException) -> None:
         self.flights.clear()

@@ -162,6 +162,10 @@ class Entry:
         return len(self.ids) - self.prompt_len
 
     @property
+    def ended(self) -> bool:
+        return self.phase is Phase.ENDED
+
+    @property
     def final(self) -> int:
         """Length at which its last token has been sampled: the last token itself is never computed."""
         return self.prompt_len + self.limit - 1
