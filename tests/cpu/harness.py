@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from k3stack.estimate.pools import block_layout
 from k3stack.models.batch import ForwardBatch
 from k3stack.models.capture import Capture
+from k3stack.models.load import load_model
 from k3stack.models.network import Model
 from k3stack.models.views import ArenaViews, cache_dtypes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+NAMES = ("k3_tiny_open", "k3_tiny_8h_open", "kimi_linear_tiny_open")
 
 
 @dataclass
@@ -54,10 +58,8 @@ class TestArena:
         self.buffer[start : start + self.layout.state_bytes] = 0
         return Sequence(block)
 
-    def run(
-        self, work: list[tuple[Sequence, list[int]]], *, every: bool = False, capture: Capture | None = None
-    ) -> Tensor:
-        """One step; logits of each row's last token, or of every token."""
+    def batch(self, work: list[tuple[Sequence, list[int]]], *, every: bool = False) -> ForwardBatch:
+        """A step of these rows, with pages for their new tokens; every token's logits or the last of each row."""
         cu, starts = [0], []
         for seq, ids in work:
             starts.append(seq.length)
@@ -66,18 +68,49 @@ class TestArena:
                 seq.pages.append(self._pages.pop())
             cu.append(cu[-1] + len(ids))
         width = max(len(s.pages) for s, _ in work) + 1
-        wanted = torch.arange(cu[-1]) if every else torch.tensor(cu[1:]) - 1
-        batch = ForwardBatch(
+        return ForwardBatch(
             ids=torch.tensor([i for _, ids in work for i in ids]),
             cu=cu,
             starts=starts,
             state_blocks=torch.tensor([s.block for s, _ in work]),
             page_table=torch.tensor([s.pages + [1 << 40] * (width - len(s.pages)) for s, _ in work]),
-            logit_index=wanted,
+            logit_index=torch.arange(cu[-1]) if every else torch.tensor(cu[1:]) - 1,
         )
-        return self.model.forward(batch, self.views, capture)
+
+    def run(
+        self, work: list[tuple[Sequence, list[int]]], *, every: bool = False, capture: Capture | None = None
+    ) -> Tensor:
+        """Run one step; its logits."""
+        return self.model.forward(self.batch(work, every=every), self.views, capture)
 
     def rows(self, seq: Sequence, layer: int) -> Tensor:
         """[length, row width] of the ``layer``-th MLA layer."""
         rows = self.views.rows(layer)
         return rows[torch.tensor(seq.pages)].reshape(-1, rows.shape[2])[: seq.length]
+
+
+@cache
+def model(name: str, dtype: str, eps: float = 1e-6) -> Model:
+    """A golden checkpoint, loaded once a test run."""
+    return load_model(GOLDEN / name, dtype=dtype, latent_norm_eps=eps, progress=False)
+
+
+@cache
+def golden(name: str) -> dict[str, np.ndarray]:
+    with np.load(GOLDEN / name / "golden.npz") as arrays:
+        return dict(arrays)
+
+
+def off(mine: Tensor, theirs: np.ndarray | Tensor) -> float:
+    """Largest absolute difference; NaN counts as infinite."""
+    theirs = torch.as_tensor(theirs)
+    assert mine.shape == theirs.shape
+    return float(torch.nan_to_num((mine.double() - theirs.double()).abs(), nan=float("inf")).max())
+
+
+def relative(mine: Tensor, theirs: np.ndarray | Tensor, *, dim: int | None = None) -> Tensor:
+    """Relative L2 distance, of the whole or along ``dim``; NaN counts as infinite."""
+    theirs = torch.as_tensor(theirs).double()
+    assert mine.shape == theirs.shape
+    distance = torch.linalg.vector_norm(mine.double() - theirs, dim=dim) / torch.linalg.vector_norm(theirs, dim=dim)
+    return torch.nan_to_num(distance, nan=float("inf"))

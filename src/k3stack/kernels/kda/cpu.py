@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -104,6 +106,22 @@ def _untile(result: Tensor, layout: TileLayout, out: Tensor) -> None:
         out[layout.tokens] = flat[layout.places]
 
 
+@cache
+def _sums(blocks: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """0/1 matrices that add up log decays; sums over other ranges than a prefix, not differences of prefix sums,
+    because a difference would carry the rounding of a decay that has long faded everything.
+
+    First [2 SUB, SUB]: token by token, up to and with it, and after it, in its sub-chunk. Second
+    [blocks + 1, blocks, blocks]: entry (a, b) adds the sub-chunks strictly between b and a (a = blocks: to the end).
+    """
+    ones = torch.ones(SUB, SUB, dtype=dtype, device=device)
+    between = torch.zeros(blocks + 1, blocks, blocks, dtype=dtype, device=device)
+    for a in range(blocks + 1):
+        for b in range(a):
+            between[a, b, b + 1 : a] = 1
+    return torch.cat([ones.tril(), ones.triu(1)]), between
+
+
 def _inside(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Everything of a tile that does not need the state; all [tiles, H, C, K].
 
@@ -112,48 +130,49 @@ def _inside(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
     n, h, c, width = k.shape
     blocks = c // SUB
     shape = (n, h, blocks, SUB, width)
-    local = g.view(shape).cumsum(3)
-    total = local[:, :, :, -1]
-    before = total.cumsum(2) - total
+    in_block, between_blocks = _sums(blocks, g.dtype, g.device)
+    g = g.view(shape)
+    sums = in_block @ g
+    local, total = sums[:, :, :, :SUB], sums[:, :, :, SUB - 1]
+    gaps = torch.exp((between_blocks.view(-1, blocks) @ total).view(n, h, blocks + 1, blocks, 1, width))
     both = torch.cat([k.view(shape), q.view(shape)], dim=3)
-    kb = k.view(shape)
-    grown = torch.exp(local)
+    grown, faded = torch.exp(sums).split(SUB, dim=3)
     from_start = both * torch.cat([grown, grown], dim=3)
-    to_end = kb * torch.exp(total.unsqueeze(3) - local)
-    diagonal = _diagonal(both, kb, local, total)
+    to_end = k.view(shape) * faded
+    diagonal = _diagonal(both, k.view(shape), g, local, total)
     kk, qk = k.new_zeros(n, h, c, c), k.new_zeros(n, h, c, c)
     for a in range(blocks):
         rows = slice(a * SUB, (a + 1) * SUB)
         kk[..., rows, rows] = diagonal[:, :, a, :SUB].tril(-1)
         qk[..., rows, rows] = diagonal[:, :, a, SUB:].tril()
         if a:
-            gap = torch.exp(before[:, :, a : a + 1] - before[:, :, :a] - total[:, :, :a])
-            columns = (to_end[:, :, :a] * gap.unsqueeze(3)).view(n, h, a * SUB, width)
+            columns = (to_end[:, :, :a] * gaps[:, :, a, :a]).view(n, h, a * SUB, width)
             both_rows = from_start[:, :, a] @ columns.transpose(-1, -2)
             kk[..., rows, : a * SUB] = both_rows[:, :, :SUB]
             qk[..., rows, : a * SUB] = both_rows[:, :, SUB:]
-    entry = torch.exp(before).unsqueeze(3)
-    whole = before[:, :, -1] + total[:, :, -1]
-    left = torch.exp(whole.unsqueeze(2) - before - total).unsqueeze(3)
-    from_start.mul_(entry)
+    before = F.pad(total[:, :, :-1].cumsum(2), (0, 0, 1, 0))
+    from_start.mul_(torch.exp(before).unsqueeze(3))
     k_in = from_start[:, :, :, :SUB].reshape(n, h, c, width)
     q_in = from_start[:, :, :, SUB:].reshape(n, h, c, width)
-    return kk, qk, k_in, q_in, (to_end * left).view(n, h, c, width), torch.exp(whole)
+    k_out = to_end.mul_(gaps[:, :, blocks]).view(n, h, c, width)
+    return kk, qk, k_in, q_in, k_out, torch.exp(total.sum(2))
 
 
-def _diagonal(both: Tensor, k: Tensor, local: Tensor, total: Tensor) -> Tensor:
+def _diagonal(both: Tensor, k: Tensor, g: Tensor, local: Tensor, total: Tensor) -> Tensor:
     """[.., 2 SUB, SUB]: products of a sub-chunk's keys and queries with its own keys under their decay.
 
     Where the decay over the sub-chunk allows it, exp(c_i - c_j) is split at the middle of the range; otherwise
-    (an unbounded gate) each column is computed from differences.
+    (an unbounded gate) each column is computed from sums that begin after its key.
     """
     if float(-total.amin()) <= FACTOR_LIMIT[k.dtype]:
         shifted = local - (total * 0.5).unsqueeze(3)
         rise = torch.exp(shifted)
         return (both * torch.cat([rise, rise], dim=3)) @ (k * torch.exp(-shifted)).transpose(-1, -2)
     columns = []
+    later = g.clone()
     for j in range(SUB):
-        fade = torch.exp((local - local[:, :, :, j : j + 1]).clamp_(max=0)) * k[:, :, :, j : j + 1]
+        later[:, :, :, j] = 0
+        fade = torch.exp(later.cumsum(3)) * k[:, :, :, j : j + 1]
         columns.append(torch.linalg.vecdot(both, torch.cat([fade, fade], dim=3)))
     return torch.stack(columns, dim=-1)
 

@@ -1,0 +1,210 @@
+"""Every fast operation against its slow twin, in each precision, on shapes that have edges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from k3stack.kernels.activation import cpu as activation
+from k3stack.kernels.activation import reference as activation_reference
+from k3stack.kernels.kda import cpu as kda
+from k3stack.kernels.kda import reference as kda_reference
+from k3stack.kernels.kda.layout import tile_layout
+from k3stack.kernels.mla import cpu as mla
+from k3stack.kernels.mla import reference as mla_reference
+from k3stack.kernels.moe import cpu as moe
+from k3stack.kernels.moe import reference as moe_reference
+from k3stack.kernels.norm import cpu as norm
+from k3stack.kernels.norm import reference as norm_reference
+from k3stack.kernels.precision import wide_dtype
+from k3stack.kernels.residual import cpu as residual
+from k3stack.kernels.residual import reference as residual_reference
+from tests.cpu.harness import off
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.04}
+WIDE = [torch.float64, torch.float32]
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+
+def same(mine: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
+    assert mine.dtype == theirs.dtype
+    assert off(mine, theirs) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms(dtype: torch.dtype) -> None:
+    x, gate, wide = random(5, 3, 48, dtype=dtype), random(5, 3, 48, dtype=dtype, seed=1), wide_dtype(dtype)
+    weight = random(48, dtype=dtype, seed=2)
+    same(norm.rms_norm(x, weight, 1e-5), norm_reference.rms_norm(x, weight, 1e-5), dtype)
+    args = (x.to(wide), gate, weight.to(wide), 1e-5)
+    same(norm.gated_rms_norm(*args), norm_reference.gated_rms_norm(*args), dtype)
+    same(norm.l2_norm(x, 1e-6), norm_reference.l2_norm(x, 1e-6), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_leaves_its_input_alone(dtype: torch.dtype) -> None:
+    x = random(4, 16, dtype=dtype)
+    before = x.clone()
+    norm.rms_norm(x, torch.full((16,), 2.0, dtype=dtype), 1e-5)
+    norm.l2_norm(x, 1e-6)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations(dtype: torch.dtype) -> None:
+    x = random(7, 64, dtype=dtype, scale=6.0)
+    tolerance = 4.0 if dtype == torch.bfloat16 else 1.0
+    assert off(activation.silu_glu(x) / 20, activation_reference.silu_glu(x) / 20) < tolerance * TOLERANCE[dtype]
+    assert (
+        off(activation.situ_glu(x, 4.0, 25.0) / 20, activation_reference.situ_glu(x, 4.0, 25.0) / 20) < TOLERANCE[dtype]
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_residual_mix(dtype: torch.dtype, rows: int) -> None:
+    x, score = random(6, rows, 32, dtype=dtype, scale=2.0), random(32, dtype=wide_dtype(dtype), seed=4)
+    same(residual.mix(x, score, 1e-5), residual_reference.mix(x, score, 1e-5), dtype)
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("bound", [-5.0, None])
+def test_log_decay(dtype: torch.dtype, bound: float | None) -> None:
+    z, exp_a = random(9, 3, 16, dtype=dtype, scale=20.0), random(3, dtype=dtype, seed=1).exp()
+    mine, theirs = kda.log_decay(z, exp_a, bound), kda_reference.log_decay(z, exp_a, bound)
+    assert off(mine / 50, theirs / 50) < TOLERANCE[dtype]
+    assert (mine <= 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 20])
+def test_short_convolution(dtype: torch.dtype, count: int) -> None:
+    wide = wide_dtype(dtype)
+    raw, weight = random(count, 24, dtype=dtype), random(4, 24, dtype=wide, seed=1)
+    windows = random(5, 3, 24, dtype=dtype, seed=2)
+    y, after = kda_reference.short_conv(raw, weight, windows[2])
+    mine = windows.clone()
+    same(kda.conv_chunk(raw, weight, mine[2]), y, torch.float32 if wide == torch.float32 else dtype)
+    assert torch.equal(mine[2], after.to(dtype))
+    assert torch.equal(mine[[0, 1, 3, 4]], windows[[0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_short_convolution_of_many_decode_rows(dtype: torch.dtype) -> None:
+    raw, weight = random(3, 24, dtype=dtype), random(4, 24, dtype=wide_dtype(dtype), seed=1)
+    windows = random(5, 3, 24, dtype=dtype, seed=2)
+    blocks, mine = [4, 0, 2], windows.clone()
+    y = kda.conv_decode(raw, weight, mine, torch.tensor(blocks))
+    for r, block in enumerate(blocks):
+        expected, after = kda_reference.short_conv(raw[r : r + 1], weight, windows[block])
+        assert off(y[r : r + 1], expected) < TOLERANCE[wide_dtype(dtype)]
+        assert torch.equal(mine[block], after.to(dtype))
+
+
+def kda_inputs(tokens: int, dtype: torch.dtype, gate: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    q, k = (norm.l2_norm(random(tokens, 2, 16, dtype=dtype, seed=s), 1e-6) for s in (1, 2))
+    v, z = random(tokens, 2, 16, dtype=dtype, seed=3), random(tokens, 2, 16, dtype=dtype, seed=4, scale=4.0)
+    return [q, k, v, gate(z), torch.sigmoid(random(tokens, 2, dtype=dtype, seed=5))]
+
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "bounded": lambda z: -5 * torch.sigmoid(z),
+    "at the bound": lambda z: torch.full_like(z, -5.0),
+    "unbounded": lambda z: -30 * torch.nn.functional.softplus(z),
+    "none": torch.zeros_like,
+}
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("gate", GATES)
+def test_kda_of_unequal_chunks_among_other_tokens(dtype: torch.dtype, gate: str) -> None:
+    counts, blocks = [3, 130, 64, 17, 1, 65], [5, 0, 3, 1, 7, 2]
+    starts = [2, 10, 145, 209, 230, 231]
+    args = kda_inputs(300, dtype, GATES[gate])
+    states = random(8, 2, 16, 16, dtype=dtype, seed=6)
+    mine, out = states.clone(), torch.full((300, 2, 16), 7.0, dtype=dtype)
+    kda.prefill(*args, mine, tile_layout(starts, counts, blocks, 300), out)
+    touched = torch.zeros(300, dtype=torch.bool)
+    for start, count, block in zip(starts, counts, blocks, strict=True):
+        part = slice(start, start + count)
+        touched[part] = True
+        o, after = kda_reference.recurrent(*(x[part] for x in args), states[block])
+        assert off(out[part], o) < TOLERANCE[dtype]
+        assert off(mine[block], after) < TOLERANCE[dtype]
+    assert (out[~touched] == 7.0).all()
+    assert torch.equal(mine[[4, 6]], states[[4, 6]])
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_kda_decode_in_place(dtype: torch.dtype, rows: int) -> None:
+    blocks = [6, 1, 4][:rows]
+    args = kda_inputs(rows, dtype, GATES["bounded"])
+    states = random(8, 2, 16, 16, dtype=dtype, seed=6)
+    mine = states.clone()
+    out = kda.decode(*args, mine, blocks)
+    for r, block in enumerate(blocks):
+        o, after = kda_reference.recurrent(*(x[r : r + 1] for x in args), states[block])
+        assert off(out[r : r + 1], o) < TOLERANCE[dtype]
+        assert off(mine[block], after) < TOLERANCE[dtype]
+    others = [b for b in range(8) if b not in blocks]
+    assert torch.equal(mine[others], states[others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "start"), [(1, 0), (1, 70), (5, 0), (5, 37), (128, 3), (129, 0), (300, 20)])
+def test_mla_chunk(dtype: torch.dtype, count: int, start: int) -> None:
+    q, kv_b = random(count, 2, 12, dtype=dtype), random(2, 16, 10, dtype=dtype, seed=1, scale=0.4)
+    rows = random(start + count, 14, dtype=dtype, seed=2)
+    same(mla.attend(q, rows, kv_b, start), mla_reference.attend(q, rows, kv_b, start), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mla_decode_over_pages(dtype: torch.dtype) -> None:
+    lengths, page_rows = [1, 64, 65, 130], 64
+    q, kv_b = random(4, 2, 12, dtype=dtype), random(2, 16, 10, dtype=dtype, seed=1, scale=0.4)
+    rows = torch.full((12, page_rows, 14), float("nan"), dtype=dtype)
+    table = torch.full((4, 4), 1 << 40)
+    pages = iter([7, 3, 11, 0, 9, 1, 5, 2])
+    out = []
+    for r, length in enumerate(lengths):
+        content = random(length, 14, dtype=dtype, seed=20 + r)
+        for i in range(-(-length // page_rows)):
+            table[r, i] = next(pages)
+            part = content[i * page_rows : (i + 1) * page_rows]
+            rows[table[r, i], : part.shape[0]] = part
+        out.append(mla_reference.attend(q[r : r + 1], content, kv_b, length - 1))
+    same(mla.decode(q, rows, table, lengths, kv_b), torch.cat(out), dtype)
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_router(dtype: torch.dtype, renormalize: bool) -> None:
+    logits, bias = random(20, 16, dtype=dtype), random(16, dtype=dtype, seed=1, scale=0.3)
+    for forced in (None, torch.arange(80).view(20, 4) % 16):
+        ids, weights = moe.route(logits, bias, 4, 2.446, renormalize, forced)
+        ids_r, weights_r = moe_reference.route(logits, bias, 4, 2.446, renormalize, forced)
+        order, order_r = ids.argsort(-1), ids_r.argsort(-1)
+        assert torch.equal(ids.gather(1, order), ids_r.gather(1, order_r))
+        same(weights.gather(1, order), weights_r.gather(1, order_r), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 7, 50])
+def test_experts(dtype: torch.dtype, tokens: int) -> None:
+    x = random(tokens, 24, dtype=dtype)
+    w13, w2 = random(10, 32, 24, dtype=dtype, seed=1, scale=0.2), random(10, 24, 16, dtype=dtype, seed=2, scale=0.25)
+    # Experts 8 and 9 get nothing.
+    scores = random(tokens, 8, dtype=torch.float64, seed=3)
+    ids = scores.topk(3, dim=-1).indices
+    weights = torch.softmax(random(tokens, 3, dtype=wide_dtype(dtype), seed=4), -1)
+    args = (x, ids, weights, w13, w2, activation.silu_glu)
+    same(moe.experts(*args), moe_reference.experts(*args), dtype)
