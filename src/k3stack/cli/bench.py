@@ -23,7 +23,8 @@ def run(argv: list[str]) -> int:
     args = parser.read(argv)
     target = read_target(args)
     if args.compare:
-        rows = compare_records(*args.compare, target)
+        first, second = args.compare
+        rows = compare_records(first, second, target)
         if args.json:
             print_json([dict(zip(("figure", "first", "second", "change"), row, strict=True)) for row in rows])
         else:

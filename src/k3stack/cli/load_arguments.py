@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +109,7 @@ def write_outputs(
         say(f"records: {args.records}")
     if not (args.png or args.html):
         return
-    drawn = [("Latency", lambda: figures.latency_figure(records, target))]
+    drawn: list[tuple[str, Callable[[], Any]]] = [("Latency", lambda: figures.latency_figure(records, target))]
     drawn.append(("Distributions", lambda: figures.distribution_figure(records, target)))
     if window_s:
         drawn.append(("Streams", lambda: figures.streams_figure(records, window_s)))

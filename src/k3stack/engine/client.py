@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -137,7 +137,7 @@ class EngineClient:
         ]
         await asyncio.shield(self._ready)
 
-    async def generate(self, submit: msg.Submit) -> AsyncIterator[msg.Output]:
+    async def generate(self, submit: msg.Submit) -> AsyncGenerator[msg.Output, None]:
         """Run one request; yields its outputs, the last one of each choice with a ``finish_reason``.
 
         Closing the iterator, or cancelling the task that waits on it, aborts the request. Raises Unavailable while

@@ -54,31 +54,6 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
-class ThinkingField(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Moonshot's switch."""
-
-    type: str = "enabled"
-    effort: str | None = None
-    keep: str | None = None
-
-
-class ReasoningField(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenRouter's form."""
-
-    effort: str | None = None
-    enabled: bool | None = None
-    exclude: bool = False
-
-
-class TemplateFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``chat_template_kwargs``."""
-
-    thinking: bool | None = None
-    enable_thinking: bool | None = None
-    thinking_effort: str | None = None
-    preserve_thinking: bool = True
-
-
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/chat/completions. ``messages`` and ``tools`` are checked where they are rendered."""
 
@@ -92,16 +67,17 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool = False
     top_logprobs: int = 0
     reasoning_effort: str | None = None
-    reasoning: ReasoningField | None = None
-    thinking: ThinkingField | None = None
-    chat_template_kwargs: TemplateFields | None = None
+    reasoning: Json | None = None
+    thinking: bool | Json | None = None
+    chat_template_kwargs: Json | None = None
     continue_final_message: bool = False
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str | int | list[int]]
+    """A list holds texts, or the ids of one prompt, or lists of ids; not a mixture."""
     max_tokens: int = 16
     echo: bool = False
     logprobs: int | None = None

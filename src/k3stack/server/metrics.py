@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -22,24 +22,27 @@ class HttpMetrics:
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
-        label = {"registry": self.registry}
-        self.requests = Counter("k3_requests", "Requests by endpoint and end", ["endpoint", "end"], **label)
-        self.prompt_tokens = Counter("k3_prompt_tokens", "Prompt tokens of finished requests", **label)
-        self.cached_tokens = Counter("k3_cached_tokens", "Prompt tokens that were not computed again", **label)
-        self.output_tokens = Counter("k3_output_tokens", "Tokens sampled for finished requests", **label)
-        self.reasoning_tokens = Counter("k3_reasoning_tokens", "Output tokens that were thinking", **label)
-        self.in_flight = Gauge("k3_requests_in_flight", "Requests that have not ended", **label)
-        self.first_token = Histogram(
-            "k3_first_token_seconds", "From the request's arrival to its first token", buckets=_LATENCY, **label
-        )
-        self.queue = Histogram(
-            "k3_queue_seconds", "From arrival to the first computed chunk", buckets=_LATENCY, **label
-        )
-        self.per_token = Histogram(
-            "k3_output_token_seconds", "Mean time of one token after the first", buckets=_PER_TOKEN, **label
-        )
-        self.total = Histogram("k3_request_seconds", "From arrival to the end", buckets=_LATENCY, **label)
-        Gauge("k3_model_info", "The served model", ["model"], **label).labels(model).set(1)
+
+        def counter(name: str, words: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(name, words, labels, registry=self.registry)
+
+        def gauge(name: str, words: str, labels: Sequence[str] = ()) -> Gauge:
+            return Gauge(name, words, labels, registry=self.registry)
+
+        def histogram(name: str, words: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(name, words, registry=self.registry, buckets=buckets)
+
+        self.requests = counter("k3_requests", "Requests by endpoint and end", ("endpoint", "end"))
+        self.prompt_tokens = counter("k3_prompt_tokens", "Prompt tokens of finished requests")
+        self.cached_tokens = counter("k3_cached_tokens", "Prompt tokens that were not computed again")
+        self.output_tokens = counter("k3_output_tokens", "Tokens sampled for finished requests")
+        self.reasoning_tokens = counter("k3_reasoning_tokens", "Output tokens that were thinking")
+        self.in_flight = gauge("k3_requests_in_flight", "Requests that have not ended")
+        self.first_token = histogram("k3_first_token_seconds", "From arrival to the first token", _LATENCY)
+        self.queue = histogram("k3_queue_seconds", "From arrival to the first computed chunk", _LATENCY)
+        self.per_token = histogram("k3_output_token_seconds", "Mean time of one token after the first", _PER_TOKEN)
+        self.total = histogram("k3_request_seconds", "From arrival to the end", _LATENCY)
+        gauge("k3_model_info", "The served model", ("model",)).labels(model).set(1)
         self._engine = _EngineGauges()
         self.registry.register(self._engine)
 

@@ -25,7 +25,7 @@ class Record:
     labels: dict[str, Any] = field(default_factory=dict)
     """``user``, ``metadata`` and the like, as the client sent them."""
     prompt_tokens: int = 0
-    cached_tokens: int = 0
+    """Over all prompts of the request; known from the start."""
     output_tokens: int = 0
     reasoning_tokens: int = 0
     queue_s: float | None = None
@@ -33,20 +33,32 @@ class Record:
     ends: list[str] = field(default_factory=list)
     """How each choice ended."""
     message: str | None = None
+    _sent: dict[tuple[str, int], int] = field(default_factory=dict)
+    _cached: dict[str, int] = field(default_factory=dict)
 
     def take(self, output: Output) -> None:
-        """Note an output's moments, and at its end its counts."""
-        if self.first_token_s is None and output.token_ids:
-            self.first_token_s = time.monotonic() - self.began
+        """Count an output's tokens, and note at its end what the engine says of it."""
+        count = len(output.token_ids)
+        if count:
+            if self.first_token_s is None:
+                self.first_token_s = time.monotonic() - self.began
+            self.output_tokens += count
+            key = (output.rid, output.choice)
+            self._sent[key] = self._sent.get(key, 0) + count
         if output.finish_reason is None:
             return
         self.ends.append(output.finish_reason)
-        self.prompt_tokens = max(self.prompt_tokens, output.prompt_tokens)
-        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
-        self.output_tokens += output.output_tokens
+        self._cached[output.rid] = max(self._cached.get(output.rid, 0), output.cached_tokens)
+        # Tokens of a matched stop string are sampled but never sent.
+        self.output_tokens += max(0, output.output_tokens - self._sent.get((output.rid, output.choice), 0))
         self.message = self.message or output.message
         if output.times is not None and output.times.started is not None and self.queue_s is None:
             self.queue_s = output.times.started - output.times.queued
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were reused, each prompt counted once."""
+        return sum(self._cached.values())
 
     @property
     def end(self) -> str:

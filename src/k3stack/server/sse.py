@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
+
+from k3stack.errors import K3Error
+from k3stack.server.http_errors import error_object, error_of
+from k3stack.server.records import Record
+from k3stack.server.service import Service
+
+log = logging.getLogger("k3stack.server")
 
 DONE = b"data: [DONE]\n\n"
 Answer = TypeVar("Answer")
@@ -22,6 +30,38 @@ Answer = TypeVar("Answer")
 def event(data: Any) -> bytes:
     """One frame from builtins or msgspec structs."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+async def open_stream(
+    service: Service, record: Record, rids: Iterable[str], frames: AsyncIterator[bytes], receive: Receive
+) -> Response:
+    """The response that streams ``frames``, once the first has come: what fails before is a status of its own.
+
+    ``rids``: the engine's requests behind it, aborted when the client leaves.
+    """
+
+    async def gone() -> None:
+        record.ends.append("disconnect")
+        for rid in rids:
+            await service.engine.abort(rid)
+
+    first = await unless_gone(receive, anext(frames), gone)
+    if first is None:
+        return Response(status_code=499)
+    return EventStream(_guarded(first, frames), gone, {"x-request-id": record.rid})
+
+
+async def _guarded(first: bytes, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """``frames`` with an error event where they break off. No [DONE] follows it: a cut answer is no finished one."""
+    yield first
+    try:
+        async for chunk in frames:
+            yield chunk
+    except K3Error as e:
+        yield event({"error": error_of(e)})
+    except Exception:
+        log.exception("a stream broke off")
+        yield event({"error": error_object("the server failed", 500)})
 
 
 class EventStream(Response):
@@ -62,14 +102,18 @@ async def _disconnected(receive: Receive) -> None:
         message = await receive()
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer | None:
-    """The result of ``work``; None when the client left first (``work`` is cancelled then)."""
+async def unless_gone(
+    receive: Receive, work: Awaitable[Answer], gone: Callable[[], Awaitable[None]] | None = None
+) -> Answer | None:
+    """The result of ``work``; None when the client left first (``gone`` is awaited, ``work`` is cancelled then)."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
+        if gone is not None:
+            await gone()
         return None
     finally:
         for each in (task, watcher):

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from k3stack.chat.settings import Thinking, parse_thinking
+from k3stack.config.options import did_you_mean
 from k3stack.config.sampling import SamplingParams
 from k3stack.errors import UserError
 from k3stack.server.fields import ChatRequest, CompletionRequest, SamplingFields
 from k3stack.server.http_errors import NotFound
 
-Effort = Literal["low", "high", "max"]
-
-EFFORTS: dict[str, Effort | None] = {
-    "none": None,
-    "minimal": "low",
-    "low": "low",
-    "medium": "high",
-    "high": "high",
-    "xhigh": "max",
-    "max": "max",
-}
-"""Every level that clients send -> the three that Kimi-K3 knows; None: no thinking."""
+TEMPLATE_KEYS = ("thinking", "enable_thinking", "thinking_effort", "preserve_thinking", "force_nonempty_content")
+"""What ``chat_template_kwargs`` may hold."""
 
 LONGEST_STOP = 256
 LONGEST_RID = 128
@@ -152,61 +145,54 @@ def room(prompt_tokens: int, asked: int | None, limits: Limits, param: str, prom
     return asked
 
 
-def thinking(request: ChatRequest) -> tuple[bool, Effort | None]:
-    """Whether the model thinks, and how hard (None: the model's default). An 'off' anywhere wins."""
-    template, switch, router = request.chat_template_kwargs, request.thinking, request.reasoning
-    levels: list[tuple[str, str]] = []
-    off = False
-    if template is not None:
-        off |= template.thinking is False or template.enable_thinking is False
-        if not template.preserve_thinking:
+def thinking(request: ChatRequest) -> Thinking:
+    """Whether the model thinks, and how hard, from every field that clients use for it."""
+    template, switch = dict(request.chat_template_kwargs or {}), request.thinking
+    for key, value in template.items():
+        if key not in TEMPLATE_KEYS:
+            param = f"chat_template_kwargs.{key}"
+            raise UserError(f"there is no {param}{did_you_mean(key, TEMPLATE_KEYS)}", param=param)
+        if key == "preserve_thinking" and value is not True:
             raise UserError(
-                "chat_template_kwargs.preserve_thinking false is not supported: leave reasoning_content out of the "
-                "messages where it should not be seen",
+                "chat_template_kwargs.preserve_thinking can only be true: leave reasoning_content out of the messages "
+                "where it should not be seen",
                 param="chat_template_kwargs.preserve_thinking",
             )
-        if template.thinking_effort is not None:
-            levels.append(("chat_template_kwargs.thinking_effort", template.thinking_effort))
-    if switch is not None:
-        _one_of(switch.type, ("enabled", "disabled", "adaptive"), "thinking.type")
-        if switch.keep is not None:
-            _one_of(switch.keep, ("all",), "thinking.keep")
-        off |= switch.type == "disabled"
-        if switch.effort is not None:
-            levels.append(("thinking.effort", switch.effort))
-    if router is not None:
-        if router.exclude:
-            raise UserError("reasoning.exclude is not supported: ignore reasoning_content", param="reasoning.exclude")
-        off |= router.enabled is False
-        if router.effort is not None:
-            levels.append(("reasoning.effort", router.effort))
-    if request.reasoning_effort is not None:
-        levels.append(("reasoning_effort", request.reasoning_effort))
-    efforts = [effort_of(level, name) for name, level in levels]
-    if off or None in efforts:
-        return False, None
-    return True, efforts[0] if efforts else None
+    if isinstance(switch, dict) and "keep" in switch:
+        if switch["keep"] != "all":
+            raise UserError("thinking.keep can only be 'all': earlier thinking is always seen", param="thinking.keep")
+        switch = {key: value for key, value in switch.items() if key != "keep"}
+    template.pop("force_nonempty_content", None)
+    return parse_thinking(
+        reasoning_effort=request.reasoning_effort,
+        thinking=switch,
+        reasoning=request.reasoning,
+        chat_template_kwargs=template,
+    )
 
 
-def effort_of(level: str, param: str) -> Effort | None:
-    """One of Kimi-K3's levels; None: no thinking."""
-    if level not in EFFORTS:
-        raise UserError(f"{param} is {level!r}; it must be one of {', '.join(EFFORTS)}", param=param)
-    return EFFORTS[level]
+def force_content(request: ChatRequest) -> bool:
+    """Whether an answer that never leaves its thinking is given out as content."""
+    wanted = (request.chat_template_kwargs or {}).get("force_nonempty_content", False)
+    if not isinstance(wanted, bool):
+        param = "chat_template_kwargs.force_nonempty_content"
+        raise UserError(f"{param} is {wanted!r}; it must be true or false", param=param)
+    return wanted
 
 
-def _one_of(value: str, allowed: tuple[str, ...], param: str) -> None:
-    if value not in allowed:
-        raise UserError(f"{param} is {value!r}; it must be one of {', '.join(allowed)}", param=param)
+def request_id(rid: str | None, header: str | None, open_ids: tuple[str, ...], prefix: str) -> str:
+    """The request's id: the body's ``rid`` (checked), else the header's X-Request-ID if it can be one, else fresh."""
+    if rid is not None:
+        if not _usable_id(rid):
+            raise UserError(f"rid must have 1 to {LONGEST_RID} printable characters", param="rid")
+        return rid
+    if header is not None and _usable_id(header) and header not in open_ids:
+        return header
+    return prefix + secrets.token_hex(12)
 
 
-def request_id(rid: str | None, fresh: str) -> str:
-    """The client's id for the request, checked, or a fresh one."""
-    if rid is None:
-        return fresh
-    if not 0 < len(rid) <= LONGEST_RID or not rid.isprintable():
-        raise UserError(f"rid must have 1 to {LONGEST_RID} printable characters", param="rid")
-    return rid
+def _usable_id(text: str) -> bool:
+    return 0 < len(text) <= LONGEST_RID and text.isascii() and text.isprintable()
 
 
 def call_number(messages: list[Any]) -> int:

@@ -1,0 +1,81 @@
+"""The HTTP application: which path is answered by what, keys, and how errors look."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from k3stack.errors import K3Error
+from k3stack.server import chat, completions, models
+from k3stack.server.access import KeyGate
+from k3stack.server.http_errors import error_object, error_response, json_response
+from k3stack.server.schemas import request_body
+from k3stack.server.service import Service
+
+log = logging.getLogger("k3stack.server")
+
+Handler = Callable[[Service, Request], Awaitable[Response]]
+
+ROUTES: tuple[tuple[str, str, Handler, str], ...] = (
+    ("POST", "/v1/chat/completions", chat.handle, "A chat answer, whole or as a stream"),
+    ("POST", "/v1/completions", completions.handle, "Text that goes on from a prompt"),
+    ("GET", "/v1/models", models.list_models, "The served model"),
+    ("GET", "/v1/models/{name:path}", models.one_model, "The served model, by name"),
+    ("GET", "/health", models.health, "200 while requests are taken, else 503"),
+    ("GET", "/metrics", models.metrics, "Counters and gauges for Prometheus"),
+)
+
+
+def build_app(service: Service) -> FastAPI:
+    """The application of one server. Starting and stopping the engine is ``run``'s."""
+    app = FastAPI(title="k3stack", docs_url=None, redoc_url=None)
+    for method, path, handler, summary in ROUTES:
+        app.add_api_route(
+            path,
+            _bound(service, handler),
+            methods=[method],
+            summary=summary,
+            response_class=Response,
+            openapi_extra=request_body(path),
+        )
+    app.add_exception_handler(K3Error, _on_k3_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
+    app.add_middleware(KeyGate, keys=service.options.api_key)
+    if service.options.cors_origin:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(service.options.cors_origin), allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+def _bound(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return await handler(service, request)
+
+    endpoint.__name__ = handler.__name__
+    return endpoint
+
+
+async def _on_k3_error(request: Request, error: Any) -> Response:
+    if error.http_status >= 500 and error.http_status != 503:
+        log.error("%s %s: %s", request.method, request.url.path, error)
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Any) -> Response:
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    headers = dict(error.headers or {})
+    return json_response({"error": error_object(message, error.status_code)}, error.status_code, headers)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return json_response({"error": error_object("the server failed; its log says where", 500)}, 500)
