@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from json.encoder import encode_basestring
 from typing import Any
 
 Json = Any
@@ -79,7 +80,7 @@ def quote(text: str) -> str:
 
 def escape(text: str) -> str:
     """The inside of ``quote``; escaping is per character, so pieces escaped one by one join to the whole."""
-    return clean_text(json.dumps(text, ensure_ascii=False)[1:-1])
+    return clean_text(encode_basestring(text)[1:-1])
 
 
 def clean_text(text: str) -> str:
