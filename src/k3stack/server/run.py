@@ -154,6 +154,8 @@ class Runner(uvicorn.Server):
         """Runs as a signal handler, between two instructions of the loop: it only leaves word."""
         if self._signals or self._loop is None:
             log.warning("a second signal: ending at once")
+            self._service.phase = "cutting"
+            self._status = CUT_STATUS
             self.should_exit = self.force_exit = True
         else:
             self._signals += 1
