@@ -103,7 +103,19 @@ class MemoryStats:
     snapshots_kept_at_close: int
     snapshots_consumed: int
     """Snapshots that became the working state of the row that hit them, for want of a free block."""
+    snapshots_superseded: int
+    """Dropped for a deeper one of the same row, or over the cap on snapshots of one path."""
     moves: int
     """Pages moved to free a block."""
     duplicate_pages: int
     """Pages of running rows given up for an equal page that the tree already had."""
+
+
+class Counters:
+    """Counts since the start; ``MemoryStats`` explains them."""
+
+    def __init__(self) -> None:
+        self.opens = self.hits = self.misses = self.pages_without_snapshot = self.evicted_misses = 0
+        self.prompt_tokens = self.cached_tokens = self.tokens_without_snapshot = 0
+        self.refused = self.duplicate_pages = 0
+        self.taken = self.declined = self.kept_at_close = self.consumed = self.superseded = 0

@@ -55,8 +55,18 @@ class Arena:
 
     @property
     def pinned_pages(self) -> int:
-        """Pages that nobody owns any more and that only their pin keeps from being free."""
-        return sum(self._released.values())
+        """Pages of slabs that nobody owns any more and that only their pin keeps from being free."""
+        return sum(n for first, n in self._released.items() if self._kind[first // self.pages_per_block] == SLAB)
+
+    @property
+    def pinned_blocks(self) -> int:
+        """States that nobody owns any more and that only their pin keeps."""
+        return sum(1 for first in self._released if self._kind[first // self.pages_per_block] == STATE)
+
+    @property
+    def pins(self) -> int:
+        """Pinned runs, owned or not."""
+        return len(self._pins)
 
     def room_for_pages(self) -> int:
         """Pages that could be handed out one by one now."""
@@ -344,10 +354,7 @@ class Arena:
         kinds = [0, 0, 0, 0]
         for kind in self._kind:
             kinds[kind] += 1
-        pinned_states = sum(1 for first in self._released if self._kind[first // self.pages_per_block] == STATE)
-        pinned_pages = sum(
-            n for first, n in self._released.items() if self._kind[first // self.pages_per_block] == SLAB
-        )
+        pinned_states, pinned_pages = self.pinned_blocks, self.pinned_pages
         in_use = sum(self._used.values())
         masks = sum(mask.bit_count() for mask in self._mask.values())
         problems = [

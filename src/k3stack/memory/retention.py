@@ -1,0 +1,293 @@
+"""Which snapshot goes when room is needed.
+
+``Recency`` evicts the one used longest ago (behaviour sglang). ``Worth`` evicts the one whose memory earns least:
+
+    rank = (expected returns per open in the coming time) x (tokens a return would save) / (pages that going frees)
+
+The first factor is learned from the traffic itself. For each *kind* of snapshot (the tip of a path, fresh or one that
+has been returned to before; an inner one; one that a branch was taken from; one a preempted request was promised) we
+count, by age since its last use in opens, how many were returned to at that age and how many reached it. That gives
+the chance h of a return in each age bin, and from it the Gittins index of a snapshot of age a: the largest value, over
+all horizons, of (chance of a return within the horizon) / (expected opens until the return or the horizon). Before
+anything is known the chance is the same in each octave of age; the index then falls with age and the order is that of
+least recent use. When sessions return in turn, every return is seen at the same age, the index *rises* towards it, and
+the freshest tips go first: a stable part of the sessions stays whole instead of each being dropped just before it
+returns. Evicted tips leave a *ghost* behind (depth and last page of their prefix), so that returns to what is no
+longer there are counted too.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import OrderedDict
+from typing import NamedTuple, Protocol
+
+from k3stack.memory.tree import Ids, PrefixTree, Snapshot
+
+FRESH_TIP, RETURNING_TIP, INNER, FORK, PROMISED = range(5)
+KINDS = 5
+
+EDGES = (1, *(e for k in range(1, 24) for e in (1 << k, 3 << (k - 1))))
+"""Lower edges of the age bins: two bins an octave, ages in opens."""
+BINS = len(EDGES) - 1
+PRIOR = (0.29, 0.29, 0.004, 0.15, 0.7)
+"""Chance of a return in one bin (half an octave of age) before anything has been counted, by kind."""
+PRIOR_WEIGHT = 1.0
+FORGET_AT = 1024.0
+"""Counts are halved when a kind has this many, so that old traffic is forgotten."""
+
+
+def age_bin(age: int) -> int:
+    """Bin of an age in opens: EDGES[bin] <= age < EDGES[bin + 1] (younger than 1 counts as 1)."""
+    if age <= 1:
+        return 0
+    bits = age.bit_length()
+    return min(2 * bits - 3 + (age >> (bits - 2) & 1), BINS - 1)
+
+
+class Ghost(NamedTuple):
+    last: int
+    kind: int
+
+
+def kind_of(snapshot: Snapshot) -> int:
+    """What a snapshot is now. A tip that a row runs on will soon lie behind a deeper one, so it counts as inner."""
+    if snapshot.promised:
+        return PROMISED
+    if snapshot.children or snapshot.node.locks:
+        return FORK if snapshot.forks else INNER
+    return RETURNING_TIP if snapshot.returning else FRESH_TIP
+
+
+class Ranking(Protocol):
+    """Orders snapshots; the lowest rank goes first."""
+
+    def refresh(self, tree: PrefixTree, ghosts: OrderedDict[tuple[int, Ids], Ghost], now: int) -> None:
+        """Bring what was learned up to date, before ranks are asked for in bulk."""
+        ...
+
+    def rank(self, snapshot: Snapshot, now: int) -> float: ...
+
+    def rank_of_new(self, gain: int, now: int, *, fork: bool) -> float:
+        """Rank that a snapshot ``gain`` tokens beyond its next shallower one would have, at a fork or not."""
+        ...
+
+    def returned(self, kind: int, age: int) -> None:
+        """A prefix of this kind was asked for again at this age."""
+        ...
+
+    def ended(self, kind: int, age: int) -> None:
+        """A prefix of this kind is forgotten; it was not asked for up to this age."""
+        ...
+
+
+class Recency:
+    """Least recent use."""
+
+    def refresh(self, tree: PrefixTree, ghosts: OrderedDict[tuple[int, Ids], Ghost], now: int) -> None:
+        return
+
+    def rank(self, snapshot: Snapshot, now: int) -> float:
+        return float(snapshot.last)
+
+    def rank_of_new(self, gain: int, now: int, *, fork: bool) -> float:
+        return float(now)
+
+    def returned(self, kind: int, age: int) -> None:
+        return
+
+    def ended(self, kind: int, age: int) -> None:
+        return
+
+
+class Worth:
+    """Expected tokens saved per page and open."""
+
+    def __init__(self, page_tokens: int, state_pages: int) -> None:
+        self._page_tokens = page_tokens
+        self._state_pages = state_pages
+        self._returns = [[0.0] * BINS for _ in range(KINDS)]
+        self._ends = [[0.0] * BINS for _ in range(KINDS)]
+        self._events = 0
+        self._learned_at = (-1, -1)
+        self._index = [gittins([p] * BINS) for p in PRIOR]
+
+    def returned(self, kind: int, age: int) -> None:
+        self._count(self._returns[kind], kind, age)
+
+    def ended(self, kind: int, age: int) -> None:
+        self._count(self._ends[kind], kind, age)
+
+    def _count(self, bins: list[float], kind: int, age: int) -> None:
+        bins[age_bin(age)] += 1.0
+        self._events += 1
+        if sum(self._returns[kind]) + sum(self._ends[kind]) > FORGET_AT:
+            self._returns[kind] = [v / 2 for v in self._returns[kind]]
+            self._ends[kind] = [v / 2 for v in self._ends[kind]]
+
+    def refresh(self, tree: PrefixTree, ghosts: OrderedDict[tuple[int, Ids], Ghost], now: int) -> None:
+        """Relearn when the counts, or the ages of what still waits for a return, have grown by an eighth."""
+        events, at = self._learned_at
+        if self._events - events <= events // 8 and now - at <= max(1, at // 8, len(tree.snapshots) // 4):
+            return
+        self._learned_at = (self._events, now)
+        waiting = [[0.0] * BINS for _ in range(KINDS)]
+        for snapshot in tree.snapshots:
+            waiting[kind_of(snapshot)][age_bin(now - snapshot.last)] += 1.0
+        for ghost in ghosts.values():
+            waiting[ghost.kind][age_bin(now - ghost.last)] += 1.0
+        ends = [[e + w for e, w in zip(*pair, strict=True)] for pair in zip(self._ends, waiting, strict=True)]
+        tips = chances(
+            [a + b for a, b in zip(self._returns[FRESH_TIP], self._returns[RETURNING_TIP], strict=True)],
+            [a + b for a, b in zip(ends[FRESH_TIP], ends[RETURNING_TIP], strict=True)],
+            [PRIOR[FRESH_TIP]] * BINS,
+        )
+        for kind in range(KINDS):
+            prior = tips if kind in (FRESH_TIP, RETURNING_TIP) else [PRIOR[kind]] * BINS
+            self._index[kind] = gittins(chances(self._returns[kind], ends[kind], prior))
+
+    def rank(self, snapshot: Snapshot, now: int) -> float:
+        kind = kind_of(snapshot)
+        parent = snapshot.parent
+        gain = snapshot.position - (parent.position if parent is not None else 0)
+        size = self._state_pages
+        if not snapshot.children and not snapshot.node.locks:
+            size += -(-gain // self._page_tokens)
+        return self.rate(kind, now - snapshot.last) * gain / size
+
+    def rank_of_new(self, gain: int, now: int, *, fork: bool) -> float:
+        return self.rate(FORK if fork else INNER, 1) * gain / self._state_pages
+
+    def rate(self, kind: int, age: int) -> float:
+        """Expected returns per open of a snapshot of this kind and age, between the bins' edges by proportion."""
+        table = self._index[kind]
+        at = age_bin(age)
+        if at + 1 >= BINS:
+            return table[at]
+        share = (max(age, 1) - EDGES[at]) / (EDGES[at + 1] - EDGES[at])
+        return table[at] + (table[at + 1] - table[at]) * min(share, 1.0)
+
+
+def chances(returns: list[float], ends: list[float], prior: list[float]) -> list[float]:
+    """Chance of a return in each bin among those that reach it: counted, and mixed with the prior."""
+    at_risk = 0.0
+    result = [0.0] * BINS
+    for i in range(BINS - 1, -1, -1):
+        at_risk += returns[i]
+        result[i] = (returns[i] + PRIOR_WEIGHT * prior[i]) / (at_risk + PRIOR_WEIGHT)
+        at_risk += ends[i]
+    return result
+
+
+def gittins(chance: list[float]) -> list[float]:
+    """For each bin, the best ratio over horizons of (chance of a return) to (expected opens spent waiting)."""
+    widths = [EDGES[i + 1] - EDGES[i] for i in range(BINS)]
+    result = [0.0] * BINS
+    for start in range(BINS):
+        alive, gained, waited, best = 1.0, 0.0, 0.0, 0.0
+        for i in range(start, BINS):
+            gained += alive * chance[i]
+            waited += alive * widths[i] * (1.0 - 0.5 * chance[i])
+            best = max(best, gained / waited)
+            alive *= 1.0 - chance[i]
+            if (gained + alive) / waited <= best:
+                break  # not even a certain return of all that are left would raise it
+        result[start] = best
+    return result
+
+
+class Retention:
+    """The next snapshot to evict, and the ghosts of those that went."""
+
+    def __init__(self, tree: PrefixTree, ranking: Ranking, *, ghosts: int) -> None:
+        self._tree = tree
+        self._ranking = ranking
+        self._most_ghosts = ghosts
+        self.ghosts: OrderedDict[tuple[int, Ids], Ghost] = OrderedDict()
+        self.now = 0
+        """Opens so far."""
+        # Lowest rank last. Ranks move with age, so an entry's is looked at again when it is about to go, and all are
+        # sorted anew now and then; (-rank, counter) orders entries the same way in every run.
+        self._queue: list[tuple[float, int, Snapshot]] = []
+        self._counter = 0
+        self._sorted_at = 0
+
+    def victim(self) -> tuple[float, Snapshot] | None:
+        """The snapshot that should go next, with its rank; None when none may go."""
+        if self.now - self._sorted_at > len(self._tree.snapshots) // 16:
+            self._sort()
+        queue = self._queue
+        while queue:
+            stored, _, snapshot = queue[-1]
+            if snapshot.parent is None or snapshot.locks:
+                queue.pop()
+                continue
+            rank = self._ranking.rank(snapshot, self.now)
+            if rank > -stored and len(queue) > 1 and rank > -queue[-2][0]:
+                queue.pop()
+                self.changed(snapshot)
+                continue
+            return rank, snapshot
+        return None
+
+    def _sort(self) -> None:
+        self._sorted_at = self.now
+        self._ranking.refresh(self._tree, self.ghosts, self.now)
+        rank, now = self._ranking.rank, self.now
+        first = self._counter
+        self._queue = [(-rank(s, now), first + i, s) for i, s in enumerate(self._tree.snapshots)]
+        self._counter += len(self._queue)
+        self._queue.sort()
+
+    def rank_of_new(self, gain: int, *, fork: bool) -> float:
+        """Rank of a snapshot that would lie ``gain`` tokens beyond its next shallower one, at a fork or not."""
+        return self._ranking.rank_of_new(gain, self.now, fork=fork)
+
+    def changed(self, snapshot: Snapshot) -> None:
+        """A snapshot is new, free again, or worth less than before."""
+        if len(self._queue) > 64 + 2 * len(self._tree.snapshots):
+            self._sort()
+        self._counter += 1
+        insort(self._queue, (-self._ranking.rank(snapshot, self.now), self._counter, snapshot))
+
+    def hit(self, snapshot: Snapshot, kind: int) -> bool:
+        """A row reuses ``snapshot``, which was of ``kind``; True when that continues a path at its tip."""
+        self._ranking.returned(kind, self.now - snapshot.last)
+        snapshot.last = self.now
+        snapshot.promised = False
+        if kind in (INNER, FORK):
+            snapshot.forks += 1
+        self.changed(snapshot)
+        return kind not in (INNER, FORK)
+
+    def evicted(self, snapshot: Snapshot) -> None:
+        """``snapshot`` is about to go; a tip leaves its ghost."""
+        kind, node = kind_of(snapshot), snapshot.node
+        if kind in (INNER, FORK) or not node.depth:
+            self._ranking.ended(kind, self.now - snapshot.last)
+            return
+        self.ghosts[node.depth, node.key] = Ghost(snapshot.last, kind)
+        if len(self.ghosts) > self._most_ghosts:
+            _, old = self.ghosts.popitem(last=False)
+            self._ranking.ended(old.kind, self.now - old.last)
+
+    def find_ghost(self, ids: Ids, beyond: int) -> tuple[int, Ids] | None:
+        """The deepest ghost on the prefix ``ids``, more than ``beyond`` pages deep."""
+        ghosts, width = self.ghosts, self._tree.page_tokens
+        if not ghosts:
+            return None
+        for depth in range(len(ids) // width, beyond, -1):
+            key = (depth, ids[(depth - 1) * width : depth * width])
+            if key in ghosts:
+                return key
+        return None
+
+    def ghost_returned(self, key: tuple[int, Ids]) -> int:
+        """A prompt continues a prefix whose snapshot was evicted; returns its age in opens."""
+        ghost = self.ghosts.pop(key)
+        self._ranking.returned(ghost.kind, self.now - ghost.last)
+        return self.now - ghost.last
+
+    def clear(self) -> None:
+        """Forget the ghosts; what was learned of the traffic stays."""
+        self.ghosts.clear()

@@ -1,0 +1,320 @@
+"""The prefix tree: full pages as nodes, snapshots of the state at positions on them.
+
+A node is one full page of one prefix: its key is the page's token ids, its path from the root is the prefix. A
+snapshot lies at a node's end (empty ``tail``) or up to a page further (``tail``: the ids between), and then it also
+holds the page that has those rows. A prefix is reusable up to a snapshot: rows of the pages before it, and the state.
+
+Rows that run on a path lock every node of it, so unlocked nodes form whole subtrees. Snapshots form a tree of their
+own (``parent``: the next shallower one on the path), from which their worth is read. Unlocked leaves without a
+snapshot are of use to nobody but as a hint where prompts branch: ``orphans``, the first to be evicted.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from k3stack.errors import BugError
+from k3stack.memory.answers import NO_BLOCK
+from k3stack.memory.pages import Pages
+
+Ids = tuple[int, ...]
+
+
+class Node:
+    """One full page of a prefix. The root has depth 0, no key and no page."""
+
+    __slots__ = ("children", "depth", "key", "locks", "page", "parent", "snapshots")
+
+    def __init__(self, parent: Node | None, key: Ids, page: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.page = page
+        self.depth: int = parent.depth + 1 if parent is not None else 0
+        """Pages from the root to this page's end."""
+        self.children: dict[Ids, Node] = {}
+        self.snapshots: dict[int, dict[Ids, Snapshot]] = {}
+        """By length of tail, then by tail."""
+        self.locks = 0
+
+
+class Snapshot:
+    """A kept state. ``page`` holds the rows of ``tail`` (NO_BLOCK where the tail is empty)."""
+
+    __slots__ = (
+        "block", "children", "forks", "last", "locks", "node", "page", "parent", "position", "promised", "returning",
+        "tail",
+    )  # fmt: skip
+
+    def __init__(self, node: Node, tail: Ids, position: int, block: int, page: int) -> None:
+        self.node = node
+        self.tail = tail
+        self.position = position
+        self.block = block
+        self.page = page
+        self.parent: Snapshot | None = None
+        self.children: dict[Snapshot, None] = {}
+        self.locks = 0
+        # What retention goes by:
+        self.last = 0
+        self.forks = 0
+        self.returning = False
+        self.promised = False
+
+
+class Match(NamedTuple):
+    """What the tree has of a prompt."""
+
+    node: Node
+    """The deepest node whose whole prefix the prompt begins with."""
+    snapshot: Snapshot | None
+    """The deepest snapshot within the limit."""
+    inside: int
+    """Further tokens, inside a page, that some page below ``node`` shares (looked for only where pages are wide)."""
+
+
+class PrefixTree:
+    """Nodes, snapshots, locks. It drops pages it no longer needs; state blocks are the caller's to release."""
+
+    def __init__(self, page_tokens: int, pages: Pages, *, branch_grain: int) -> None:
+        self.page_tokens = page_tokens
+        self._pages = pages
+        self._grain = branch_grain
+        self.root = Node(None, (), NO_BLOCK)
+        self.top = Snapshot(self.root, (), 0, NO_BLOCK, NO_BLOCK)
+        """Stands for the empty prefix, parent of the shallowest snapshots."""
+        self.snapshots: dict[Snapshot, None] = {}
+        self.orphans: OrderedDict[Node, None] = OrderedDict()
+        self.nodes = 0
+        self.locked = 0
+        """Nodes that running rows lie on."""
+        size = len(pages.refs)
+        self.node_at: list[Node | None] = [None] * size
+        self.tails_at: dict[int, dict[Snapshot, None]] = {}
+
+    # Looking
+
+    def match(self, ids: Ids, limit: int) -> Match:
+        """The deepest pages of ``ids``, and the deepest snapshot at a position <= ``limit``."""
+        node, start, width = self.root, 0, self.page_tokens
+        best: Snapshot | None = None
+        while True:
+            if node.snapshots:
+                best = self._deepest_at(node, ids, start, limit) or best
+            child = node.children.get(ids[start : start + width])
+            if child is None:
+                break
+            node = child
+            start += width
+        return Match(node, best, self._inside(node, ids, start) if self._grain < width else 0)
+
+    def _deepest_at(self, node: Node, ids: Ids, start: int, limit: int) -> Snapshot | None:
+        room = limit - start
+        if len(node.snapshots) == 1:
+            ((length, tails),) = node.snapshots.items()
+            return tails.get(ids[start : start + length]) if length <= room else None
+        for length in sorted(node.snapshots, reverse=True):
+            if length <= room and (found := node.snapshots[length].get(ids[start : start + length])):
+                return found
+        return None
+
+    def _inside(self, node: Node, ids: Ids, start: int) -> int:
+        """Tokens after ``node`` shared with one of its newest pages, rounded down to the grain: exact ones would
+        often reach behind the true fork, by the few words that two prompts happen to share."""
+        best = 0
+        grain, rest = self._grain, ids[start : start + self.page_tokens]
+        newest = [*islice(reversed(node.children), 8), *(t for tails in node.snapshots.values() for t in tails)][:16]
+        for key in newest:
+            shared = 0
+            while shared + grain <= len(rest) and rest[shared : shared + grain] == key[shared : shared + grain]:
+                shared += grain
+            best = max(best, shared)
+        return best
+
+    # Nodes
+
+    def add(self, parent: Node, key: Ids, page: int) -> Node:
+        """A full page joins the path below ``parent``, which its row has locked; the node takes over the row's hold
+        of the page, and is locked by that row."""
+        node = Node(parent, key, page)
+        if parent in self.orphans:
+            del self.orphans[parent]
+        parent.children[key] = node
+        node.locks = 1
+        self.locked += 1
+        self.nodes += 1
+        if page >= 0:
+            self.node_at[page] = node
+        return node
+
+    def lock(self, node: Node) -> None:
+        """One more row lies on ``node``, not counting its ancestors."""
+        node.locks += 1
+        if node.locks == 1:
+            self.locked += 1
+            self.orphans.pop(node, None)
+
+    def lock_path(self, node: Node) -> None:
+        """One more row lies on ``node`` and all its ancestors."""
+        step: Node | None = node
+        while step is not None and step.depth:
+            if not step.locks:
+                self.locked += 1
+                self.orphans.pop(step, None)
+            step.locks += 1
+            step = step.parent
+
+    def unlock_path(self, node: Node) -> None:
+        """One row fewer lies on ``node`` and all its ancestors."""
+        step: Node | None = node
+        while step is not None and step.depth:
+            step.locks -= 1
+            if not step.locks:
+                self.locked -= 1
+                if not step.children and not step.snapshots:
+                    self.orphans[step] = None
+            step = step.parent
+
+    def unlock(self, node: Node) -> None:
+        """One row fewer lies on ``node``, not counting its ancestors."""
+        node.locks -= 1
+        if not node.locks:
+            self.locked -= 1
+            self._orphan(node)
+
+    def remove_orphan(self) -> bool:
+        """Drop the oldest orphan's page; True when that freed it."""
+        node = next(iter(self.orphans))
+        return self.remove(node)
+
+    def remove(self, node: Node) -> bool:
+        """Drop an unlocked leaf without snapshots; True when its page became free."""
+        self.orphans.pop(node, None)
+        parent = node.parent
+        if parent is None or node.locks or node.children or node.snapshots:
+            raise BugError(f"a node at depth {node.depth} is dropped but still needed")
+        del parent.children[node.key]
+        self.nodes -= 1
+        if node.page >= 0:
+            self.node_at[node.page] = None
+        self._orphan(parent, first=True)
+        return self._pages.drop(node.page)
+
+    def _orphan(self, node: Node, *, first: bool = False) -> None:
+        if node.depth and not node.locks and not node.children and not node.snapshots:
+            self.orphans[node] = None
+            if first:
+                self.orphans.move_to_end(node, last=False)
+
+    # Snapshots
+
+    def find(self, node: Node, tail: Ids) -> Snapshot | None:
+        """The snapshot exactly there, if any."""
+        tails = node.snapshots.get(len(tail))
+        return tails.get(tail) if tails else None
+
+    def attach(self, node: Node, tail: Ids, block: int, page: int) -> Snapshot:
+        """Keep the state in ``block`` as the snapshot after ``tail`` beyond ``node``; where there is a tail, its rows
+        lie in ``page``, of which the snapshot becomes one more holder."""
+        position = node.depth * self.page_tokens + len(tail)
+        snapshot = Snapshot(node, tail, position, block, page if tail else NO_BLOCK)
+        if tail and page >= 0:
+            self._pages.share(page)
+            self.tails_at.setdefault(page, {})[snapshot] = None
+        parent = self.above(node, tail)
+        snapshot.parent = parent
+        if node.children or node.snapshots:
+            for other in [s for s in parent.children if s.position > position and self._is_below(s, node, tail)]:
+                del parent.children[other]
+                other.parent = snapshot
+                snapshot.children[other] = None
+        parent.children[snapshot] = None
+        node.snapshots.setdefault(len(tail), {})[tail] = snapshot
+        self.snapshots[snapshot] = None
+        self.orphans.pop(node, None)
+        return snapshot
+
+    def detach(self, snapshot: Snapshot) -> None:
+        """Forget a snapshot; its state block is the caller's again. Pages that only it needed become orphans."""
+        node, tail, parent = snapshot.node, snapshot.tail, snapshot.parent
+        if parent is None:
+            raise BugError("a snapshot that is not in the tree is detached")
+        tails = node.snapshots[len(tail)]
+        del tails[tail], self.snapshots[snapshot], parent.children[snapshot]
+        if not tails:
+            del node.snapshots[len(tail)]
+        for child in snapshot.children:
+            child.parent = parent
+            parent.children[child] = None
+        snapshot.children = {}
+        snapshot.parent = None
+        self._drop_tail(snapshot)
+        self._orphan(node, first=True)
+
+    def retarget(self, snapshot: Snapshot, page: int) -> None:
+        """The rows of a snapshot's tail are taken from another page with the same ids."""
+        self._pages.share(page)
+        self._drop_tail(snapshot)
+        snapshot.page = page
+        self.tails_at.setdefault(page, {})[snapshot] = None
+
+    def _drop_tail(self, snapshot: Snapshot) -> None:
+        page = snapshot.page
+        if page < 0:
+            return
+        holders = self.tails_at[page]
+        del holders[snapshot]
+        if not holders:
+            del self.tails_at[page]
+        snapshot.page = NO_BLOCK
+        self._pages.drop(page)
+
+    def above(self, node: Node, tail: Ids) -> Snapshot:
+        """The next shallower snapshot on the path to ``tail`` beyond ``node``."""
+        step: Node | None = node
+        ahead = tail
+        while step is not None:
+            if step.snapshots:
+                # At the node itself shorter tails only; above it any that the next page's ids begin with.
+                for length in sorted(step.snapshots, reverse=True):
+                    if length < len(ahead) and (found := step.snapshots[length].get(ahead[:length])):
+                        return found
+            ahead = step.key
+            step = step.parent
+        return self.top
+
+    def _is_below(self, other: Snapshot, node: Node, tail: Ids) -> bool:
+        """True when the prefix of ``other`` (deeper) begins with ``tail`` beyond ``node``."""
+        step, ahead = other.node, other.tail
+        while step.depth > node.depth:
+            ahead = step.key
+            if step.parent is None:
+                return False
+            step = step.parent
+        return step is node and ahead[: len(tail)] == tail
+
+    # Moves and checks
+
+    def moved(self, src: int, dst: int) -> Node | None:
+        """A page lies elsewhere now; returns the node it belongs to, if any."""
+        node = self.node_at[src]
+        if node is not None:
+            self.node_at[src] = None
+            self.node_at[dst] = node
+            node.page = dst
+        holders = self.tails_at.pop(src, None)
+        if holders:
+            self.tails_at[dst] = holders
+            for snapshot in holders:
+                snapshot.page = dst
+        return node
+
+    def walk(self) -> Iterator[Node]:
+        """Every node but the root, parents first."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())

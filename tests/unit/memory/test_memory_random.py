@@ -1,0 +1,65 @@
+"""Random operations against the dictionary twin, in arenas that are always too small."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.unit.memory.driver import Driver
+from tests.unit.memory.twin import pool
+
+POOLS = {
+    "k3": dict(blocks=9),
+    "roomy": dict(blocks=40),
+    "tiny": dict(blocks=4),
+    "one page a block": dict(blocks=24, per_block=1),
+    "wide blocks": dict(blocks=6, per_block=8),
+    "dcp": dict(blocks=9, dcp=2),
+    "dcp, wide": dict(blocks=8, per_block=2, dcp=4),
+    "capped": dict(blocks=12, max_states=5, max_pages=20),
+    "no state": dict(blocks=24, states=False),
+    "no pages": dict(blocks=9, pages=False),
+    "sglang 5": dict(blocks=24, engine="sglang", slots_per_request=5, max_states=15, max_pages=28),
+    "sglang 4": dict(blocks=24, engine="sglang", slots_per_request=4, max_states=12, max_pages=48),
+    "sglang 3": dict(blocks=24, engine="sglang", slots_per_request=3, max_states=9, max_pages=40),
+    "sglang 1": dict(blocks=12, engine="sglang", slots_per_request=1, max_states=4, max_pages=30),
+}
+
+
+def make(name: str, seed: int) -> Driver:
+    rng = random.Random(f"{name}{seed}")
+    settings = dict(POOLS[name])
+    engine = settings.pop("engine", "k3")
+    plan = pool(**settings)  # type: ignore[arg-type]
+    if engine == "sglang":
+        plan = pool(**settings)  # type: ignore[arg-type]
+        plan = type(plan)(**{f: getattr(plan, f) for f in plan.__slots__} | {"engine": engine})
+    return Driver(
+        plan,
+        rng,
+        prefix_cache=rng.random() < 0.95,
+        track_interval=rng.choice([1, 4, 6, 16]),
+        max_states_per_path=rng.choice([None, None, 1, 2]),
+        decode_snapshots=rng.random() < 0.8,
+    )
+
+
+def run(name: str, seed: int, turns: int) -> Driver:
+    driver = make(name, seed)
+    for _ in range(turns):
+        driver.turn()
+    return driver
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_random_operations_agree_with_the_twin(name: str) -> None:
+    operations = sum(run(name, seed, 60).operations for seed in range(4))
+    assert operations > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", POOLS)
+def test_many_random_operations_agree_with_the_twin(name: str) -> None:
+    operations = sum(run(name, seed, 120).operations for seed in range(100, 130))
+    assert operations > 15_000
