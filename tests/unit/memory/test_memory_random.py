@@ -10,20 +10,20 @@ from tests.unit.memory.driver import Driver
 from tests.unit.memory.twin import pool
 
 POOLS = {
-    "k3": dict(blocks=9),
-    "roomy": dict(blocks=40),
-    "tiny": dict(blocks=4),
-    "one page a block": dict(blocks=24, per_block=1),
-    "wide blocks": dict(blocks=6, per_block=8),
-    "dcp": dict(blocks=9, dcp=2),
-    "dcp, wide": dict(blocks=8, per_block=2, dcp=4),
-    "capped": dict(blocks=12, max_states=5, max_pages=20),
-    "no state": dict(blocks=24, states=False),
-    "no pages": dict(blocks=9, pages=False),
-    "sglang 5": dict(blocks=24, engine="sglang", slots_per_request=5, max_states=15, max_pages=28),
-    "sglang 4": dict(blocks=24, engine="sglang", slots_per_request=4, max_states=12, max_pages=48),
-    "sglang 3": dict(blocks=24, engine="sglang", slots_per_request=3, max_states=9, max_pages=40),
-    "sglang 1": dict(blocks=12, engine="sglang", slots_per_request=1, max_states=4, max_pages=30),
+    "k3": {"blocks": 9},
+    "roomy": {"blocks": 40},
+    "tiny": {"blocks": 4},
+    "one page a block": {"blocks": 24, "per_block": 1},
+    "wide blocks": {"blocks": 6, "per_block": 8},
+    "dcp": {"blocks": 9, "dcp": 2},
+    "dcp, wide": {"blocks": 8, "per_block": 2, "dcp": 4},
+    "capped": {"blocks": 12, "max_states": 5, "max_pages": 20},
+    "no state": {"blocks": 24, "states": False},
+    "no pages": {"blocks": 9, "pages": False},
+    "sglang 5": {"blocks": 24, "engine": "sglang", "slots_per_request": 5, "max_states": 15, "max_pages": 28},
+    "sglang 4": {"blocks": 24, "engine": "sglang", "slots_per_request": 4, "max_states": 12, "max_pages": 48},
+    "sglang 3": {"blocks": 24, "engine": "sglang", "slots_per_request": 3, "max_states": 9, "max_pages": 40},
+    "sglang 1": {"blocks": 12, "engine": "sglang", "slots_per_request": 1, "max_states": 4, "max_pages": 30},
 }
 
 
