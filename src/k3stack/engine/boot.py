@@ -1,14 +1,265 @@
-"""From options to a running engine core: measure, plan the pools, load, assemble."""
+"""From options to a running engine core: measure, plan the pools, load, assemble, and say what came out."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from k3stack.chat import Tokenizer, load_tokenizer
+from k3stack.config.geometry import ModelGeometry, load_geometry
 from k3stack.config.options import EngineOptions
+from k3stack.engine.budget import (
+    GIB,
+    Precision,
+    arena_budget,
+    free_host_bytes,
+    layout_of,
+    pools_of,
+    precision_of,
+    predicted_weight_bytes,
+)
+from k3stack.engine.core import EngineCore, EngineSetup
 from k3stack.engine.process import Core
 from k3stack.engine.scripted import Script, ScriptedCore
+from k3stack.errors import CheckpointError, UserError
+from k3stack.estimate.pools import PoolPlan
+from k3stack.memory import Memory
+from k3stack.scheduler import PrefillFirst, SchedulerOptions
+from k3stack.scheduler.policy import Policy
+
+if TYPE_CHECKING:
+    import torch
+
+    from k3stack.executor.torch.executor import TorchExecutor
+    from k3stack.models.network import Model
+
+log = logging.getLogger("k3stack.engine")
+
+FreeMemory = Callable[[Memory], tuple[Iterable[int], Iterable[int]]]
+
+
+@dataclass(slots=True)
+class Engine:
+    """A booted engine: the core, and what the offline API reaches past it for."""
+
+    core: EngineCore
+    model: Model
+    plan: PoolPlan
+    precision: Precision
 
 
 def build_core(options: EngineOptions, script: Script | None) -> Core:
     """The core that ``options`` describe; with ``script`` one that needs no network."""
-    if script is None:
-        raise NotImplementedError("the torch executor is being built")
-    return ScriptedCore(options, script)
+    if script is not None:
+        return ScriptedCore(options, script)
+    return boot(options).core
+
+
+def boot(
+    options: EngineOptions, *, progress: bool = True, poison: bool = False, free: FreeMemory | None = None
+) -> Engine:
+    """Load the model and assemble the engine around it, in this process.
+
+    ``poison`` and ``free`` are for tests: see ``TorchExecutor``. Raises UserError (settings), CheckpointError
+    (files) and DoesNotFit (memory).
+    """
+    policy = policy_of(options)
+    device = resolve_device(options.device)
+    path = model_folder(options.model_path)
+    geometry = load_geometry(path)
+    precision = precision_of(options, device.type)
+    context = context_of(options, geometry)
+    layout = layout_of(geometry, precision)
+    free_at_start = free_bytes(device)
+    on_cpu = device.type == "cpu"
+    guess = predicted_weight_bytes(geometry, precision)
+    budget, how = arena_budget(options, on_cpu=on_cpu, free_at_start=free_at_start, weight_bytes=guess)
+    predicted = pools_of(options, layout, budget, context)
+    model = _load(options, path, precision, device, progress)
+    budget, how = arena_budget(options, on_cpu=on_cpu, free_at_start=free_at_start, weight_bytes=model.weight_bytes)
+    plan = pools_of(options, layout, budget, context)
+    memory = Memory(
+        plan,
+        prefix_cache=not options.disable_radix_cache,
+        track_interval=options.mamba_track_interval,
+        max_states_per_path=None if options.mamba_max_states_per_path < 0 else options.mamba_max_states_per_path,
+    )
+    executor = _executor(options, model, plan, device, poison, None if free is None else lambda: free(memory))
+    setup = EngineSetup(
+        vocab=geometry.vocab,
+        eos_ids=geometry.eos_ids,
+        tokenizer=tokenizer_of(options, path, geometry),
+        random_seed=options.random_seed,
+        info=_info(options, geometry, context, precision, device, (guess, predicted), (model.weight_bytes, plan)),
+    )
+    log.info("arena: %.2f GiB (%s)", budget / GIB, how)
+    _report(setup.info["pools"], plan)
+    core = EngineCore(memory, policy, _scheduler_options(options, plan, context), executor, setup)
+    return Engine(core, model, plan, precision)
+
+
+def policy_of(options: EngineOptions) -> Policy:
+    """The step policy by its name."""
+    if options.policy == "slo":
+        raise UserError("--policy slo is not available yet; use prefill-first", param="--policy")
+    return PrefillFirst()
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is a GPU if there is one. UserError when a GPU is asked for and there is none."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise UserError(f"--device is {name}, but torch finds no GPU here; use cpu", param="--device")
+        index = int(name.partition(":")[2] or 0)
+        if index >= torch.cuda.device_count():
+            raise UserError(f"--device is {name}; GPUs here: {torch.cuda.device_count()}", param="--device")
+        return torch.device("cuda", index)
+    return torch.device("cpu")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of the device now."""
+    if device.type == "cpu":
+        return free_host_bytes()
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def model_folder(path: str) -> Path:
+    """The checkpoint's folder; ``nano`` is the model in the package."""
+    if path != "nano":
+        return Path(path)
+    folder = Path(__file__).parents[1] / "models" / "nano"
+    if not (folder / "config.json").exists():
+        raise UserError("the built-in model `nano` is not part of this installation", param="--model-path")
+    return folder
+
+
+def context_of(options: EngineOptions, geometry: ModelGeometry) -> int:
+    """Longest prompt and output of a request. UserError when more is asked for than the model has."""
+    if options.context_length is not None and options.context_length > geometry.context:
+        raise UserError(
+            f"--context-length is {options.context_length:,}; the model has {geometry.context:,}",
+            param="--context-length",
+        )
+    return options.context_length or geometry.context
+
+
+def tokenizer_of(options: EngineOptions, path: Path, geometry: ModelGeometry) -> Tokenizer | None:
+    """The checkpoint's tokenizer; None where its vocabulary has no place for one (it works on ids alone)."""
+    if options.tokenizer_path is not None:
+        return load_tokenizer(options.tokenizer_path, geometry)
+    if not (path / "tiktoken.model").exists():
+        try:
+            return load_tokenizer(path, geometry)
+        except CheckpointError as error:
+            log.info("no tokenizer, ids only: %s", error)
+            return None
+    return load_tokenizer(path, geometry)
+
+
+def _load(options: EngineOptions, path: Path, precision: Precision, device: torch.device, progress: bool) -> Model:
+    from k3stack.models.load import load_model
+
+    return load_model(
+        path,
+        dtype=precision.compute,
+        device=device,
+        load_format=options.load_format,
+        latent_norm_eps=options.latent_norm_eps,
+        progress=progress,
+    )
+
+
+def _executor(
+    options: EngineOptions,
+    model: Model,
+    plan: PoolPlan,
+    device: torch.device,
+    poison: bool,
+    free: Callable[[], tuple[Iterable[int], Iterable[int]]] | None,
+) -> TorchExecutor:
+    from k3stack.executor.torch.executor import TorchExecutor
+    from k3stack.models.views import ArenaViews, cache_dtypes
+
+    state, window, row = cache_dtypes(model.dtype)
+
+    def views_of(buffer: torch.Tensor) -> ArenaViews:
+        return ArenaViews(buffer, plan.layout, model.geometry, state_dtype=state, window_dtype=window, row_dtype=row)
+
+    return TorchExecutor(
+        model,
+        plan,
+        views_of,
+        vocab=model.geometry.vocab,
+        device=device,
+        max_in_flight=1 if options.disable_overlap_schedule else 2,
+        poison=poison,
+        free=free,
+    )
+
+
+def _scheduler_options(options: EngineOptions, plan: PoolPlan, context: int) -> SchedulerOptions:
+    chunk = options.chunked_prefill_size
+    return SchedulerOptions(
+        context=context,
+        max_running=plan.max_running,
+        chunk_tokens=context if chunk < 0 else chunk,
+        max_queued=options.max_queued_requests,
+    )
+
+
+def _info(
+    options: EngineOptions,
+    geometry: ModelGeometry,
+    context: int,
+    precision: Precision,
+    device: torch.device,
+    predicted: tuple[int, PoolPlan],
+    actual: tuple[int, PoolPlan],
+) -> dict[str, Any]:
+    return {
+        "executor": "torch",
+        "engine": options.engine,
+        "policy": options.policy,
+        "family": geometry.family,
+        "vocab": geometry.vocab,
+        "eos_ids": list(geometry.eos_ids),
+        "layers": geometry.layers,
+        "context": context,
+        "device": str(device),
+        "dtype": precision.compute,
+        "state_dtype": precision.state,
+        "chunk_tokens": options.chunked_prefill_size,
+        "max_running": actual[1].max_running,
+        "max_queued": options.max_queued_requests,
+        "pools": {"predicted": _pools(*predicted), "actual": _pools(*actual)},
+    }
+
+
+def _pools(weight_bytes: int, plan: PoolPlan) -> dict[str, int]:
+    return {
+        "weight_bytes": weight_bytes,
+        "arena_bytes": plan.arena_bytes,
+        "blocks": plan.blocks,
+        "block_bytes": plan.layout.block_bytes,
+        "states_alone": plan.states_alone,
+        "tokens_alone": plan.tokens_alone,
+    }
+
+
+def _report(pools: dict[str, dict[str, int]], plan: PoolPlan) -> None:
+    """Predicted beside actual, and what the plan has to say."""
+    before, after = pools["predicted"], pools["actual"]
+    for name in ("weight_bytes", "arena_bytes", "blocks", "states_alone", "tokens_alone"):
+        log.info("%-14s predicted %16s   actual %16s", name, f"{before[name]:,}", f"{after[name]:,}")
+    for note in plan.notes:
+        log.info("pools: %s", note)

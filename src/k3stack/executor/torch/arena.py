@@ -43,9 +43,9 @@ class DeviceArena:
         """Overwrite the rows of ``page`` from ``first_row`` on, so that reading what was never written shows."""
         self._pages[self._page(page), :, first_row:].fill_(POISON)
 
-    def poison_state(self, block: int) -> None:
-        """Overwrite the state in ``block``."""
-        self._states[self._block(block)].fill_(POISON)
+    def poison_block(self, block: int) -> None:
+        """Overwrite all of ``block``, be it a state or pages."""
+        self.buffer.view(self.blocks, -1)[self._block(block)].fill_(POISON)
 
     def check_pages(self, pages: Iterable[int]) -> None:
         """Raise BugError for a page outside the arena: on the device it would corrupt or crash without a word."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,8 +22,6 @@ from k3stack.memory.ops import ClearState, CopyPage, CopyState, Op, SetPage, Set
 from k3stack.models.batch import ForwardBatch
 from k3stack.scheduler.plan import PLAN_VERSION, GroupPlan, StepPlan, StepResult
 from k3stack.scheduler.seams import StepHandle
-
-MAX_IN_FLIGHT = 2
 
 
 class Network(Protocol):
@@ -44,6 +42,7 @@ class Handle:
         self.needs_masks = any(work.masked for group in plan.groups for work in group.work)
         self.masks: Mapping[int, bytes] | None = None
         self.masks_given = threading.Event()
+        self.free: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
 
 
 class TorchExecutor:
@@ -52,8 +51,11 @@ class TorchExecutor:
     ``views_of`` turns the arena's flat buffer into what the network reads and writes (``ArenaViews``).
     ``submit`` checks version and numbering (BugError), queues the plan and returns; a worker thread carries plans out
     in order. Whatever goes wrong inside a step becomes the result's ``error``; later plans fail too until one says
-    ``reset``. With ``poison`` cache rows are overwritten with NaN when a page is given to a row, so that reading what
-    nobody wrote shows in the answers.
+    ``reset``.
+
+    For tests: ``poison`` overwrites cache rows with NaN when a page is given to a row, so that reading what nobody
+    wrote shows in the answers; ``free()``, asked at every ``submit``, names pages and state blocks that nobody owns
+    once that plan has run, and they are overwritten then.
     """
 
     def __init__(
@@ -64,14 +66,18 @@ class TorchExecutor:
         *,
         vocab: int,
         device: torch.device,
+        max_in_flight: int = 2,
         poison: bool = False,
+        free: Callable[[], tuple[Iterable[int], Iterable[int]]] | None = None,
     ) -> None:
         self.arena = DeviceArena(plan, device)
         self._network = network
         self._views = views_of(self.arena.buffer)
         self._device = device
         self._layout = plan.layout
+        self._max_in_flight = max_in_flight
         self._poison = poison
+        self._free = free
         self._rows = RowTables(device, max(plan.max_running, 1))
         self._sampler = Sampler(vocab, device, max(plan.max_running, 1))
         self._tails: dict[int, torch.Tensor] = {}
@@ -86,7 +92,7 @@ class TorchExecutor:
 
     @property
     def max_in_flight(self) -> int:
-        return MAX_IN_FLIGHT
+        return self._max_in_flight
 
     def submit(self, plan: StepPlan) -> StepHandle:
         """Queue a step; returns at once. Raises BugError for a plan that may not come now."""
@@ -98,10 +104,13 @@ class TorchExecutor:
             raise BugError(f"step {plan.step} was submitted; step {self._next_step} comes next")
         if len(plan.groups) != 1:
             raise BugError(f"step {plan.step} is for {len(plan.groups)} groups; this executor serves one")
-        if len(self._flying) >= MAX_IN_FLIGHT:
-            raise BugError(f"step {plan.step} would be the third in flight; wait for one first")
+        if len(self._flying) >= self._max_in_flight:
+            raise BugError(f"step {plan.step} came with {len(self._flying)} in flight; wait for one first")
         self._next_step = plan.step + 1
         handle = Handle(plan)
+        if self._free is not None:
+            pages, blocks = self._free()
+            handle.free = tuple(pages), tuple(blocks)
         self._flying.append(handle)
         self._queue.put(handle)
         return handle
@@ -191,6 +200,10 @@ class TorchExecutor:
             self._sample(handle, batch, logits, launched)
         for op in group.after:
             self._apply(op)
+        for page in handle.free[0]:
+            self.arena.poison_rows(page, 0)
+        for block in handle.free[1]:
+            self.arena.poison_block(block)
         launched.mark_end()
         return launched
 

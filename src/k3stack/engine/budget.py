@@ -1,0 +1,136 @@
+"""How much memory the arena may take, and the pools that follow: predicted before loading, and actual."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from k3stack.config.geometry import ModelGeometry
+from k3stack.config.options import DEFAULT_CPU_ARENA_GIB, DEFAULT_MEM_FRACTION, EngineOptions
+from k3stack.config.tensors import TensorSpec, expected_tensors, expert_tensors
+from k3stack.errors import DoesNotFit, UserError
+from k3stack.estimate.pools import BlockLayout, PoolPlan, block_layout, plan_pools
+from k3stack.estimate.sglang import SglangSettings
+
+GIB = 1 << 30
+CPU_SHARE = 0.25
+"""Most of the free memory that the arena takes on a CPU when nobody says how much: other programs live there too."""
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
+UNBOUNDED = 10_000_000
+"""SGLang's own largest context, for sizes of a pool that nobody bounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Bytes of one value: as computed (cache rows and windows too), and of the recurrent state."""
+
+    compute: str
+    state: str
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.compute]
+
+
+def precision_of(options: EngineOptions, device: str) -> Precision:
+    """Resolve ``auto``; UserError for a combination that no kernel here computes."""
+    compute = options.dtype if options.dtype != "auto" else ("bfloat16" if device.startswith("cuda") else "float32")
+    state = "float32" if compute == "bfloat16" else compute
+    if options.mamba_ssm_dtype not in ("auto", state):
+        raise UserError(
+            f"--mamba-ssm-dtype is {options.mamba_ssm_dtype}; with --dtype {compute} the state is kept in {state}",
+            param="--mamba-ssm-dtype",
+        )
+    if options.kv_cache_dtype not in ("auto", compute):
+        raise UserError(
+            f"--kv-cache-dtype is {options.kv_cache_dtype}; with --dtype {compute} cache rows are kept in {compute}",
+            param="--kv-cache-dtype",
+        )
+    return Precision(compute, state)
+
+
+def layout_of(geometry: ModelGeometry, precision: Precision) -> BlockLayout:
+    """The arena's layout for a model computed in ``precision`` on one device."""
+    return block_layout(
+        geometry,
+        recurrent_itemsize=ITEMSIZE[precision.state],
+        conv_itemsize=precision.itemsize,
+        row_itemsize=precision.itemsize,
+    )
+
+
+def predicted_weight_bytes(geometry: ModelGeometry, precision: Precision) -> int:
+    """Bytes of the weights in memory: every value in the compute dtype, those stored in F32 at least in float32.
+
+    Routed experts in MXFP4 are decoded when they are read.
+    """
+    rest = expected_tensors(geometry, vision=False, routed=False)
+    expert = expert_tensors(geometry, geometry.dense_layers, 0)
+    experts = geometry.moe.experts * len(geometry.moe_layers)
+    return sum(_in_memory(t, precision) for t in rest) + experts * sum(_in_memory(t, precision) for t in expert)
+
+
+def _in_memory(spec: TensorSpec, precision: Precision) -> int:
+    if spec.kind.endswith(".packed"):
+        return spec.numel * 2 * precision.itemsize
+    if spec.kind.endswith(".scale"):
+        return 0
+    return spec.numel * (max(4, precision.itemsize) if spec.dtype == "F32" else precision.itemsize)
+
+
+def free_host_bytes() -> int:
+    """Memory that can be had without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise UserError(
+        "this system does not tell how much memory is free; give --arena-gib instead of --mem-fraction-static",
+        param="--arena-gib",
+    )
+
+
+def arena_budget(options: EngineOptions, *, on_cpu: bool, free_at_start: int, weight_bytes: int) -> tuple[int, str]:
+    """Bytes for the arena, and how they came about.
+
+    ``free_at_start``: free bytes of the device before the weights were loaded. Raises DoesNotFit when the weights
+    leave nothing.
+    """
+    if options.arena_gib is not None:
+        return int(options.arena_gib * GIB), f"--arena-gib {options.arena_gib:g}"
+    if on_cpu and options.mem_fraction_static is None:
+        budget = min(int(DEFAULT_CPU_ARENA_GIB * GIB), int((free_at_start - weight_bytes) * CPU_SHARE))
+        return max(budget, 0), (
+            f"on a CPU {DEFAULT_CPU_ARENA_GIB:g} GiB, at most {CPU_SHARE:.0%} of what is free; "
+            "--arena-gib or --mem-fraction-static change it"
+        )
+    fraction = options.mem_fraction_static or DEFAULT_MEM_FRACTION
+    budget = int(free_at_start * fraction) - weight_bytes
+    if budget <= 0:
+        raise DoesNotFit(
+            f"the weights take {weight_bytes / GIB:.2f} GiB; {fraction:.0%} of the {free_at_start / GIB:.2f} GiB that "
+            f"were free are {-budget / GIB:.2f} GiB less. Raise --mem-fraction-static, or take a larger device."
+        )
+    return budget, f"{fraction:.0%} of {free_at_start / GIB:.2f} GiB free at start, less the weights"
+
+
+def pools_of(options: EngineOptions, layout: BlockLayout, budget_bytes: int, context: int) -> PoolPlan:
+    """``plan_pools`` with the options that cap the kinds."""
+    settings = None
+    if options.engine == "sglang":
+        settings = SglangSettings(
+            overlap=not options.disable_overlap_schedule,
+            radix_cache=not options.disable_radix_cache,
+            max_running=options.max_running_requests,
+            context=min(context, UNBOUNDED),
+        )
+    return plan_pools(
+        layout,
+        budget_bytes,
+        engine=options.engine,
+        max_running=options.max_running_requests,
+        ratio=options.mamba_full_memory_ratio,
+        max_states=options.max_mamba_cache_size,
+        max_tokens=options.max_total_tokens,
+        sglang=settings,
+    )

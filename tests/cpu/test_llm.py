@@ -1,0 +1,207 @@
+"""The offline API on the golden checkpoints: their tokens and logits, whatever the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from k3stack import LLM, SamplingParams
+from k3stack.errors import CheckpointError, DoesNotFit, UserError
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+MODELS = ["k3_tiny_open", "k3_tiny_8h_open", "kimi_linear_tiny_open"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SMALL = {"arena_gib": 0.02}
+
+
+class Golden:
+    def __init__(self, name: str) -> None:
+        self.path = str(GOLDEN / name)
+        arrays = np.load(GOLDEN / name / "golden.npz")
+        self.prompts = [arrays[f"input_ids_{key}"].tolist() for key in ("a", "b0", "b1", "b2")]
+        self.tokens = arrays["greedy_tokens"].tolist()
+        self.logits = arrays["logits_a"]
+
+    def llm(self, dtype: str = "float64", **options: Any) -> LLM:
+        return LLM(self.path, dtype=dtype, **{**SMALL, **options})
+
+
+K3 = Golden("k3_tiny_open")
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with K3.llm() as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 5e-4)])
+def test_golden_logits_and_greedy_tokens(name: str, dtype: str, tolerance: float) -> None:
+    golden = Golden(name)
+    with golden.llm(dtype, chunked_prefill_size=64) as llm:
+        logits = llm.logits(golden.prompts[0])
+        assert logits.dtype == dtype and logits.shape == golden.logits.shape
+        assert np.abs(logits - golden.logits).max() < tolerance
+        results = llm.generate(golden.prompts, GREEDY)
+        assert [r.token_ids for r in results] == golden.tokens
+        assert [r.finish_reason for r in results] == ["length"] * 4
+        assert all(r.prompt_ids == p for r, p in zip(results, golden.prompts, strict=True))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 77, -1])
+def test_chunk_sizes_do_not_matter(chunk: int) -> None:
+    prompts, tokens = (K3.prompts[2:3], K3.tokens[2:3]) if chunk == 1 else (K3.prompts, K3.tokens)
+    with K3.llm(chunked_prefill_size=chunk) as llm:
+        assert [r.token_ids for r in llm.generate(prompts, GREEDY)] == tokens
+        assert np.abs(llm.logits(K3.prompts[0][:50]) - K3.logits[:50]).max() < 1e-9
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"disable_overlap_schedule": True},
+        {"enable_mixed_chunk": True, "chunked_prefill_size": 30},
+        {"enable_mixed_chunk": True, "chunked_prefill_size": 30, "disable_overlap_schedule": True},
+        {"disable_radix_cache": True},
+        {"engine": "sglang", "chunked_prefill_size": 64},
+    ],
+    ids=lambda o: "-".join(o),
+)
+def test_schedules_give_the_same_tokens(options: dict[str, Any]) -> None:
+    with K3.llm(**options) as llm:
+        assert [r.token_ids for r in llm.generate(K3.prompts, GREEDY)] == K3.tokens
+
+
+def prompts_of(count: int, longest: int = 90) -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    return [rng.integers(0, 490, int(rng.integers(1, longest))).tolist() for _ in range(count)]
+
+
+def test_16_streams_finish_with_the_tokens_they_have_alone(llm: LLM) -> None:
+    prompts = prompts_of(16)
+    params = [
+        SamplingParams(temperature=0.0 if i % 2 else 0.9, seed=i, top_p=0.95, max_tokens=20 + i, ignore_eos=True)
+        for i in range(16)
+    ]
+    together = [r.token_ids for r in llm.generate(prompts, params)]
+    assert [len(t) for t in together] == [20 + i for i in range(16)]
+    for prompt, own, tokens in zip(prompts, params, together, strict=True):
+        llm.flush()
+        assert llm.generate([prompt], own)[0].token_ids == tokens
+
+
+def test_32_streams_on_an_arena_far_too_small() -> None:
+    """Room for about three of them: the others wait, are preempted and resume, and nobody's tokens change."""
+    prompts = prompts_of(32)
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=70, ignore_eos=True)
+    with K3.llm() as roomy:
+        expected = [r.token_ids for r in roomy.generate(prompts, params)]
+        block = roomy.stats()["block_bytes"]
+    with K3.llm(arena_gib=6.5 * block / 2**30) as tight:
+        results = tight.generate(prompts, params)
+        stats = tight.stats()
+    assert stats["blocks"] == 6
+    assert [r.token_ids for r in results] == expected
+    assert stats["scheduler"]["finished"]["length"] == 32
+    assert stats["blocks_running"] == 0 and stats["pages_running"] == 0
+
+
+def test_options_that_do_not_exist_or_do_not_fit() -> None:
+    with pytest.raises(UserError, match="chunked_prefil_size.*did you mean chunked_prefill_size"):
+        LLM(K3.path, chunked_prefil_size=3)
+    with pytest.raises(UserError, match="policy"):
+        LLM(K3.path, policy="fastest")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        LLM("/nonexistent")
+    with pytest.raises(DoesNotFit, match="one request needs 2"):
+        K3.llm(arena_gib=0.0004)
+    with pytest.raises(UserError, match="mamba-ssm-dtype"):
+        K3.llm(mamba_ssm_dtype="bfloat16")
+    with pytest.raises(UserError, match="context-length"):
+        K3.llm(context_length=10**9)
+
+
+def test_requests_that_cannot_run_say_why(llm: LLM) -> None:
+    results = llm.generate(
+        [[1, 2], [], [512], [3]],
+        [
+            SamplingParams(max_tokens=10**7),
+            SamplingParams(),
+            SamplingParams(),
+            SamplingParams(temperature=0.0, max_tokens=2, logit_bias={9999: 1.0}),
+        ],
+    )
+    assert [r.finish_reason for r in results] == ["rejected"] * 4
+    for result, word in zip(results, ["context", "empty", "512", "9999"], strict=True):
+        assert word in (result.message or "")
+    for call in (lambda: llm.logits([]), lambda: llm.logits([600]), lambda: llm.generate([1, 2])):  # type: ignore[list-item]
+        with pytest.raises(UserError):
+            call()
+
+
+def test_n_choices_share_the_prompt_and_differ(llm: LLM) -> None:
+    llm.flush()
+    prompt = K3.prompts[0]
+    result = llm.generate([prompt], SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=12, ignore_eos=True))[0]
+    sequences = [tuple(c.token_ids) for c in result.choices]
+    assert len(set(sequences)) == 3 and all(len(s) == 12 for s in sequences)
+    alone = llm.generate([prompt], SamplingParams(temperature=1.0, seed=4, max_tokens=12, ignore_eos=True))[0]
+    assert tuple(alone.token_ids) == sequences[0]
+
+
+def test_logprobs_are_those_of_the_logits(llm: LLM) -> None:
+    prompt = K3.prompts[2]
+    params = SamplingParams(
+        temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=True, top_logprobs=3, prompt_logprobs_from=0
+    )
+    result = llm.generate([prompt], params)[0]
+    ids = prompt + result.token_ids
+    logits = llm.logits(ids)
+    logprobs = (
+        logits
+        - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - logits.max(-1, keepdims=True)
+    )
+    assert len(result.prompt_logprobs) == len(prompt) and result.prompt_logprobs[0] is None
+    for position, entry in enumerate([*result.prompt_logprobs[1:], *result.logprobs], start=1):
+        assert entry is not None and entry.token == ids[position]
+        row = logprobs[position - 1]
+        assert entry.logprob == pytest.approx(row[ids[position]], abs=1e-9)
+        assert entry.top_logprobs == pytest.approx(np.sort(row)[::-1][:3], abs=1e-9)
+
+
+def test_stop_tokens_and_end_ids(llm: LLM) -> None:
+    expected = K3.tokens[0]
+    stop = expected[5]
+    first = expected.index(stop)
+    params = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=(stop,))
+    result = llm.generate([K3.prompts[0]], params)[0]
+    assert result.finish_reason == "stop" and result.matched_stop == stop
+    assert result.token_ids == expected[: first + 1]
+    later = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=(stop,), min_tokens=first + 2)
+    longer = llm.generate([K3.prompts[0]], later)[0].token_ids
+    assert len(longer) > first + 1 and longer[first] != stop
+
+
+def test_stop_strings_never_leak(llm: LLM) -> None:
+    """The golden vocabulary of 512 has the byte stand-in, so random output is text of a kind."""
+    assert llm.tokenizer is not None
+    text = llm.tokenizer.decode(K3.tokens[0])
+    for start, end in ((3, 5), (7, 12), (0, 1)):
+        stop = text[start:end]
+        params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, stop=("never", stop))
+        result = llm.generate([K3.prompts[0]], params)[0]
+        at = text.index(stop)
+        assert (result.finish_reason, result.matched_stop) == ("stop", stop)
+        assert llm.tokenizer.decode(result.token_ids) == text[:at]
+
+
+def test_prompts_may_be_text(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    by_text, by_ids = llm.generate(["hello", list(b"hello")], params)
+    assert by_text.token_ids == by_ids.token_ids and by_text.text is not None
