@@ -155,7 +155,6 @@ REFUSED: dict[str, str] = {
     "--prefill-max-requests": "a step's prompt tokens are bounded by --chunked-prefill-size",
     "--schedule-conservativeness": "admission looks at real room and preempts if it runs out: leave the flag out",
     "--min-free-slots-delay": "a request needs one state, which is free as soon as another ends: leave the flag out",
-    "--enable-mixed-chunk": "choose how prompts and decoding share steps by --policy",
     "--enable-priority-scheduling": "a request's `priority` always counts: leave the flag out",
     "--stream-interval": "every token is streamed as it comes: leave the flag out",
     "--num-continuous-decode-steps": "every token is streamed as it comes: leave the flag out",

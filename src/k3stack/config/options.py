@@ -171,6 +171,9 @@ class EngineOptions:
     chunked_prefill_size: int = option(
         2048, "Prompt tokens computed in one step; -1: the whole prompt.", "Scheduling", low=1, also=(-1,)
     )
+    enable_mixed_chunk: bool = option(
+        False, "Let streams decode in the same step as a chunk of prompts (policy prefill-first).", "Scheduling"
+    )
     disable_overlap_schedule: bool = option(
         False, "Plan a step only when the one before has returned (slower; for debugging).", "Scheduling"
     )

@@ -105,7 +105,7 @@ def policy_of(options: EngineOptions) -> Policy:
     """The step policy by its name."""
     if options.policy == "slo":
         raise UserError("--policy slo is not available yet; use prefill-first", param="--policy")
-    return PrefillFirst()
+    return PrefillFirst(mixed=options.enable_mixed_chunk)
 
 
 def resolve_device(name: str) -> torch.device:
