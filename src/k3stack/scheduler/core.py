@@ -51,6 +51,8 @@ class Core:
         self.options = options
         self.clock = clock
         self.page_tokens = memory.plan.layout.page_tokens
+        self.snap_grain = memory.plan.layout.page_rows
+        """Snapshots while decoding are looked for at multiples of this length."""
         self.rows = RowTable(options.max_running)
         self.queue = WaitingQueue()
         self.live: dict[str, Entry] = {}
@@ -148,8 +150,8 @@ class Core:
         rows.horizon[row] = min(entry.final, room, snap - 1)
 
     def _next_snap(self, row: int, length: int, room: int) -> int:
-        page = self.page_tokens
-        for at in range((length // page + 1) * page, room + 1, page):
+        grain = self.snap_grain
+        for at in range((length // grain + 1) * grain, room + 1, grain):
             if self.memory.wants_decode_snapshot(row, at):
                 return at
         return room + 1
@@ -171,8 +173,9 @@ class Core:
     def running(self) -> list[Entry]:
         return list(self.rows.running.values())
 
-    def vacate(self, entry: Entry, *, keep: bool = True) -> None:
-        """``entry`` leaves its row: memory keeps what can be reused (``keep``) and frees the rest."""
+    def vacate(self, entry: Entry, *, keep: bool = True, resume: bool = False) -> None:
+        """``entry`` leaves its row: memory keeps what can be reused (``keep``), the more so if it will ``resume``, and
+        frees the rest."""
         row = entry.row
         at: int | None = int(self.rows.length[row])
         if at is not None and at > len(entry.ids):
@@ -181,7 +184,7 @@ class Core:
             self.prefilling.remove(entry)
         elif entry.phase is Phase.DECODE and entry.special:
             self.special.remove(entry)
-        self.memory.close(row, entry.ids, state_at=at, keep=keep)
+        self.memory.close(row, entry.ids, state_at=at, keep=keep, resume=resume)
         self.rows.drop(entry)
         self.pending.forget(row)
         self.pending.ended.append(row)
@@ -189,7 +192,7 @@ class Core:
 
     def preempt(self, entry: Entry, *, keep: bool = True) -> None:
         """Back to the queue with what it has; it goes on where memory still has its prefix."""
-        self.vacate(entry, keep=keep)
+        self.vacate(entry, keep=keep, resume=keep)
         entry.phase = Phase.WAITING
         entry.preempted += 1
         entry.resume_after = self.next_step - 1

@@ -83,8 +83,6 @@ class Planner:
         if length >= rows.room[row] and not self._make_room(entry, length + 1, draft):
             return False
         if length + 1 == rows.snap[row]:
-            if len(entry.ids) <= length:
-                return False  # a snapshot is filed under its tokens, and the last one is still in flight
             draft.snapshots.append(entry)
             rows.horizon[row] = length + 1
         else:

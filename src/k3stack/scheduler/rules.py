@@ -1,6 +1,6 @@
 """Who may start, how long a chunk is, and who gives way: the rules in which behaviours differ.
 
-``Rules`` are those of behaviour ``k3``; ``sglang_rules`` has the other set.
+``Rules`` are those of behaviour ``k3``; ``SglangRules`` are the other set.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ class Rules:
 
     def chunk_end(self, entry: Entry, start: int, left: int) -> int:
         """Where a chunk from ``start`` ends with ``left`` tokens left in the step (``start``: none is worth it)."""
-        end = min(len(entry.ids), start + left)
-        return self.core.memory.cut(entry.row if entry.row >= 0 else self.core.rows.lowest_free, start, end)
+        return self.cut(entry, start, min(len(entry.ids), start + left))
+
+    def cut(self, entry: Entry, start: int, end: int) -> int:
+        """Where memory would rather have the chunk [start, end) end, for a snapshot's sake."""
+        row = entry.row if entry.row >= 0 else self.core.rows.lowest_free
+        return self.core.memory.cut(row, start, end)
 
     def victim(self, entry: Entry) -> Entry | None:
         """Who gives way when there is no room for running ``entry`` (None: ``entry`` sits the step out). Rows whose

@@ -17,6 +17,7 @@ from k3stack.scheduler.policy import Policy
 from k3stack.scheduler.request import Entry, Event, Phase, Request, Stopper
 from k3stack.scheduler.rules import Rules
 from k3stack.scheduler.seams import Clock, RowMemory
+from k3stack.scheduler.sglang_rules import SglangRules
 
 IDLE_CHECK_S = 5.0
 """Least time between two checks of conservation: each walks the whole memory."""
@@ -72,7 +73,8 @@ class Scheduler:
     ) -> None:
         self.options = options.validate()
         self._core = Core(memory, options, clock)
-        self._rules = Rules(self._core)
+        estimate = options.sglang
+        self._rules = Rules(self._core) if estimate is None else SglangRules(self._core, estimate)
         self._planner = Planner(self._core, policy, self._rules, _CoreView(self._core))
         self._committer = Committer(self._core, stopper)
         self._limits = Limits(options, lone_tokens(memory.plan))

@@ -1,0 +1,140 @@
+"""How long one turn of the scheduler takes: commit of the last result, then the next finished plan.
+
+Real scheduler and memory at Kimi-K3's sizes (TP8), no network: results are made up outside the clock. Steady decode
+with requests waiting for a row, rows crossing page boundaries and snapshot positions as they come, and a request
+ending and the next one starting about every 20 turns. Prints p50 and p99 over ``--turns`` turns.
+
+    python benchmarks/scheduler_turn.py [--turns 2000] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from datetime import date
+
+import numpy as np
+
+from k3stack import __version__
+from k3stack.config.models import model_geometry
+from k3stack.config.sampling import SamplingParams
+from k3stack.estimate.pools import block_layout, plan_pools
+from k3stack.memory import Memory
+from k3stack.scheduler import PrefillFirst, Request, Scheduler, SchedulerOptions, VirtualClock
+from k3stack.scheduler.plan import GroupResult, RowResult, StepPlan, StepResult
+
+LIMITS_US = {64: (300, 150), 512: (2000, 1000)}
+"""Running requests -> most microseconds of a turn, and of planning alone."""
+END_EVERY = 20
+
+
+@dataclass
+class Row:
+    running: int
+    context: int
+    turns: int
+    turn_p50_us: float
+    turn_p99_us: float
+    plan_p50_us: float
+    plan_p99_us: float
+    limit_turn_us: int
+    limit_plan_us: int
+
+
+def answer(plan: StepPlan, rng: np.random.Generator) -> StepResult:
+    """A made-up result: random tokens, none of them a stop id."""
+    group = plan.groups[0]
+    ids = tuple(rng.integers(10, 160_000, len(group.decode)).tolist())
+    rows = tuple(RowResult(row=w.row, tokens=(11,) if w.sample else ()) for w in group.work)
+    return StepResult(step=plan.step, groups=(GroupResult(tokens=ids, rows=rows),))
+
+
+def build(running: int, context: int, turns: int, rng: np.random.Generator) -> Scheduler:
+    """``running`` long prompts, of which one in ``END_EVERY`` turns ends, and short ones that wait for their rows."""
+    layout = block_layout(model_geometry("kimi-k3"), tp=8)
+    pages = running * (-(-(context + turns + 64) // layout.page_tokens) + 1)
+    blocks = 4 * running + pages // layout.pages_per_block + 64
+    plan = plan_pools(layout, blocks * layout.block_bytes, max_running=running)
+    options = SchedulerOptions(context=1_048_576, max_running=running, chunk_tokens=16_384, max_queued=100_000)
+    scheduler = Scheduler(Memory(plan), PrefillFirst(), options, VirtualClock())
+    ends = turns // END_EVERY
+    for i in range(running + ends + 2):
+        prompt = tuple(rng.integers(10, 160_000, context if i < running else 200).tolist())
+        first = running - min(ends, running)
+        limit = 4 + END_EVERY * (i - first + 1) if first <= i < running else 2 * turns
+        sampling = SamplingParams(max_tokens=limit, stop_token_ids=(5,))
+        scheduler.submit(Request(rid=f"r{i}", prompt_ids=prompt, sampling=sampling, eos_ids=(1, 2, 3)))
+    return scheduler
+
+
+def measure(running: int, context: int, turns: int) -> Row:
+    rng = np.random.default_rng(7)
+    scheduler = build(running, context, turns, rng)
+    flights: deque[StepPlan] = deque()
+
+    def plan() -> StepPlan:
+        made = scheduler.plan()
+        if made is None:
+            raise SystemExit(f"nothing to plan: {scheduler.stats()}")
+        flights.append(made)
+        return made
+
+    while len(plan().groups[0].decode) < running:  # prompts first
+        if len(flights) == 2:
+            scheduler.commit(answer(flights.popleft(), rng))
+    gc.collect()
+    gc.freeze()
+    whole, planning = [], []
+    for _ in range(turns):
+        if len(flights) < 2:
+            plan()
+        result = answer(flights.popleft(), rng)
+        t0 = time.perf_counter()
+        scheduler.commit(result)
+        scheduler.take_events()
+        t1 = time.perf_counter()
+        plan()
+        t2 = time.perf_counter()
+        whole.append((t2 - t0) * 1e6)
+        planning.append((t2 - t1) * 1e6)
+    scheduler.check()
+    (t50, t99), (p50, p99) = (np.percentile(x, (50, 99)) for x in (whole, planning))
+    return Row(running, context, turns, float(t50), float(t99), float(p50), float(p99), *LIMITS_US[running])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--turns", type=int, default=2000)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1_000, 8_000, 64_000])
+    parser.add_argument("--running", type=int, nargs="+", default=[64, 512], choices=sorted(LIMITS_US))
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    # 512 prompts of 64,000 tokens would only test this script's memory.
+    pairs = [(n, c) for n in args.running for c in args.contexts if n * c <= 8_500_000]
+    rows = [measure(n, c, args.turns) for n, c in pairs]
+    head = {
+        "date": date.today().isoformat(),
+        "k3stack": __version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "machine": platform.machine(),
+    }
+    if args.json:
+        print(json.dumps({**head, "rows": [asdict(r) for r in rows]}))
+        return
+    print(" ".join(f"{k} {v}" for k, v in head.items()))
+    print("running  context   turn p50    p99 (limit)     planning p50    p99 (limit)   µs")
+    for r in rows:
+        print(
+            f"{r.running:7} {r.context:8,} {r.turn_p50_us:10.0f} {r.turn_p99_us:6.0f} ({r.limit_turn_us:5}) "
+            f"{r.plan_p50_us:16.0f} {r.plan_p99_us:6.0f} ({r.limit_plan_us:5})"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""``ModelledExecutor``: a device that is only a queue of durations."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from k3stack.errors import BugError
+from k3stack.estimate.work import StepLoad
+from k3stack.memory.ops import CopyState
+from k3stack.scheduler.plan import PLAN_VERSION, GroupPlan, GroupResult, RowResult, StepPlan, StepResult
+from k3stack.scheduler.seams import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class ModelledStep:
+    """A step in flight: when it begins and is done on the device, in seconds on the clock."""
+
+    step: int
+    start: float
+    finish: float
+    load: StepLoad
+    result: StepResult
+
+
+class ModelledExecutor:
+    """An ``Executor`` whose steps take as long as ``cost(load)`` says, one after the other.
+
+    ``wait`` sleeps on ``clock`` until the step is done, so a virtual clock jumps there; a simulator with several
+    servers looks at ``ModelledStep.finish`` instead and comes back then. Every sampled token is ``token``: lengths are
+    the workload's business (``max_tokens`` with ``ignore_eos``). ``state_copy_s``: seconds of one copy of a state
+    between steps. There are no scores and no log-probabilities.
+    """
+
+    def __init__(
+        self,
+        cost: Callable[[StepLoad], float],
+        clock: Clock,
+        *,
+        rows: int,
+        max_in_flight: int = 2,
+        token: int = 0,
+        state_copy_s: float = 0.0,
+    ) -> None:
+        self.cost = cost
+        self.clock = clock
+        self.token = token
+        self.state_copy_s = state_copy_s
+        self.busy_s = 0.0
+        """Seconds the device has worked."""
+        self._max_in_flight = max_in_flight
+        self._free_at = 0.0
+        self._next = 0
+        self._lengths: npt.NDArray[np.int64] = np.zeros(rows, np.int64)
+        self._decode: tuple[int, ...] = ()
+        self._index: npt.NDArray[np.intp] = np.zeros(0, np.intp)
+        self._tokens: tuple[int, ...] = ()
+        self._queue: deque[ModelledStep] = deque()
+
+    @property
+    def max_in_flight(self) -> int:
+        return self._max_in_flight
+
+    def submit(self, plan: StepPlan) -> ModelledStep:
+        if plan.version != PLAN_VERSION or len(plan.groups) != 1:
+            raise BugError(f"plan version {plan.version} with {len(plan.groups)} groups")
+        if plan.step != self._next and not plan.reset:
+            raise BugError(f"step {plan.step} submitted, {self._next} expected")
+        self._next = plan.step + 1
+        group = plan.groups[0]
+        load = self.load(group)
+        seconds = self.cost(load)
+        if self.state_copy_s:
+            copies = sum(isinstance(op, CopyState) for op in (*group.before, *group.after))
+            seconds += copies * self.state_copy_s
+        rows = tuple([RowResult(row=w.row, tokens=(self.token,) if w.sample else ()) for w in group.work])
+        result = StepResult(step=plan.step, groups=(GroupResult(tokens=self._tokens, rows=rows),), seconds=seconds)
+        start = max(self.clock.now(), self._free_at)
+        self._free_at = start + seconds
+        self.busy_s += seconds
+        step = ModelledStep(plan.step, start, self._free_at, load, result)
+        self._queue.append(step)
+        return step
+
+    def load(self, group: GroupPlan) -> StepLoad:
+        """What ``group`` computes; moves the rows' lengths on."""
+        lengths = self._lengths
+        for add in group.added:
+            lengths[add.row] = add.length
+        decode = group.decode
+        if decode is not self._decode:
+            self._decode = decode
+            self._index = np.array(decode, np.intp)
+            self._tokens = (self.token,) * len(decode)
+        context = 0
+        if decode:
+            context = int(lengths[self._index].sum())
+            lengths[self._index] += 1
+        rows, samples = len(decode), len(decode)
+        chunk_rows = chunk_tokens = chunk_prefix = 0
+        pairs = 0.0
+        for work in group.work:
+            count, start = work.count, work.start
+            lengths[work.row] = start + count
+            samples += work.sample
+            if work.ids is None:
+                rows += 1
+                context += start
+                continue
+            chunk_rows += 1
+            chunk_tokens += count
+            chunk_prefix += start
+            pairs += count * (start + count / 2)
+        return StepLoad(
+            decode_rows=rows,
+            decode_context=context,
+            chunk_rows=chunk_rows,
+            chunk_tokens=chunk_tokens,
+            chunk_prefix=chunk_prefix,
+            chunk_pairs=pairs,
+            samples=samples,
+        )
+
+    def masks(self, step: int, masks: Mapping[int, bytes]) -> None:
+        """A modelled sampler needs none."""
+
+    def ready(self, handle: ModelledStep) -> bool:
+        return self.clock.now() >= handle.finish
+
+    def wait(self, handle: ModelledStep) -> StepResult:
+        if not self._queue or self._queue[0] is not handle:
+            raise BugError(f"step {handle.step} is waited for out of order")
+        self._queue.popleft()
+        self.clock.sleep_until(handle.finish)
+        return handle.result
+
+    def close(self) -> None:
+        if self._queue:
+            raise BugError(f"closed with {len(self._queue)} plans in flight")
