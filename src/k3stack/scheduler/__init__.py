@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from k3stack.scheduler.clock import VirtualClock
 from k3stack.scheduler.loop import MaskSource, StepLoop
-from k3stack.scheduler.options import SchedulerOptions
+from k3stack.scheduler.options import SchedulerOptions, SglangEstimate
 from k3stack.scheduler.policies.prefill_first import PrefillFirst
 from k3stack.scheduler.policy import Decision, Policy, View
 from k3stack.scheduler.request import (
@@ -34,6 +34,7 @@ __all__ = [
     "Scheduler",
     "SchedulerOptions",
     "SchedulerStats",
+    "SglangEstimate",
     "StepLoop",
     "StopHit",
     "Stopper",

@@ -33,9 +33,24 @@ class Planner:
         if core.reset and core.flights:
             return None  # the executor has failed; plans behind the failed one must come back first
         plan = self._make(self.policy.decide(self.view))
-        if plan is None and core.rows.running and not core.flights:
-            # What the policy holds back keeps memory from what it wants to run: whoever can must go on.
-            plan = self._make(Decision(tuple(core.prefilling), core.options.chunk_tokens, mixed=True))
+        if plan is None and not core.flights and core.live:
+            plan = self._insist()
+        return plan
+
+    def _insist(self) -> StepPlan | None:
+        """Nothing runs and nothing will change by itself: go on regardless of what the policy holds back, then
+        without what memory keeps for others."""
+        core = self.core
+        everything = Decision((*core.prefilling, *core.queue), core.options.chunk_tokens, mixed=True)
+        plan = self._make(everything)
+        if plan is None and core.live:
+            for entry in core.running():
+                core.preempt(entry)
+            core.memory.flush()
+            core.counts["rescued"] += 1
+            while plan is None and core.live:
+                # Alone and with nothing cached the first in the queue starts, or never will and ends.
+                plan = self._make(Decision(tuple(core.queue), core.options.chunk_tokens))
         return plan
 
     def _make(self, decision: Decision) -> StepPlan | None:
@@ -169,12 +184,29 @@ class Planner:
                 return taken
             victim = rules.outranked(entry)
             if victim is None:
-                if alone:
-                    core.end(entry, "error", message=self._never(entry))
-                entry.blocked_at = core.epoch
-                core.counts["admission_waits"] += 1
-                return 0
+                break
             self._preempt(victim, draft)
+        if alone:
+            return self._start_alone(entry, left, draft)
+        entry.blocked_at = core.epoch
+        core.counts["admission_waits"] += 1
+        return 0
+
+    def _start_alone(self, entry: Entry, left: int, draft: Draft) -> int:
+        """Nothing runs and still ``entry`` was refused: without what is cached it starts, or it never will."""
+        core = self.core
+        core.memory.flush()
+        core.counts["rescued"] += 1
+        taken = self._try_start(entry, left, draft)
+        if taken > 0:
+            return taken
+        core.end(
+            entry,
+            "error",
+            message=f"no room for a first chunk of {len(entry.ids):,} tokens although nothing else runs; use a larger "
+            "arena (--mem-fraction-static) or smaller chunks (--chunked-prefill-size)",
+        )
+        return 0
 
     def _try_start(self, entry: Entry, left: int, draft: Draft) -> int:
         """Tokens of the first chunk; 0 when the step has no tokens left for it, -1 when there is no room."""
@@ -197,13 +229,6 @@ class Planner:
         draft.added[row] = self._row_add(entry, opened.state_block, pages, opened.cached)
         self._add_chunk(entry, opened.cached, end, draft)
         return end - opened.cached
-
-    @staticmethod
-    def _never(entry: Entry) -> str:
-        return (
-            f"no room for a first chunk of {len(entry.ids):,} tokens although nothing else runs; use a larger arena "
-            "(--mem-fraction-static) or smaller chunks (--chunked-prefill-size)"
-        )
 
     @staticmethod
     def _matchable(entry: Entry) -> list[int]:
@@ -293,7 +318,8 @@ class Planner:
             core.counts["decode_tokens"] += 1
             return
         core.counts["prefill_tokens"] += len(item.work.ids)
-        after.extend(core.memory.advance(row, entry.ids, item.end))
+        # The snapshot first: its tokens are known, so advancing files it, and from then on it can be evicted.
         after.extend(core.memory.snapshot(row, entry.ids, item.end))
+        after.extend(core.memory.advance(row, entry.ids, item.end))
         if item.work.sample:
             core.prompt_planned(entry)

@@ -55,6 +55,8 @@ class SchedulerStats:
     decode_tokens: int
     cached_tokens: int
     failed_steps: int
+    rescued: int
+    """Times everything stood still until all that was cached had been dropped. Behaviour k3 should never need it."""
 
 
 class Scheduler:
@@ -194,6 +196,7 @@ class Scheduler:
             decode_tokens=counts["decode_tokens"],
             cached_tokens=counts["cached_tokens"],
             failed_steps=counts["failed_steps"],
+            rescued=counts["rescued"],
         )
 
     def check(self) -> None:

@@ -7,6 +7,7 @@ anew after a retraction. Slots of states are the memory's business (``PoolPlan.s
 
 from __future__ import annotations
 
+from k3stack.errors import UserError
 from k3stack.scheduler.core import Core
 from k3stack.scheduler.options import SglangEstimate
 from k3stack.scheduler.request import Entry, Phase
@@ -22,6 +23,12 @@ class SglangRules(Rules):
 
     def __init__(self, core: Core, estimate: SglangEstimate) -> None:
         super().__init__(core)
+        if core.options.chunk_tokens < core.page_tokens:
+            raise UserError(
+                f"chunks of {core.options.chunk_tokens} tokens are smaller than a page of {core.page_tokens}; "
+                "behaviour sglang cuts prompts at whole pages (raise --chunked-prefill-size)",
+                param="chunk_tokens",
+            )
         self.estimate = estimate
         self.first = min(1.0, FIRST_SHARE * estimate.conservativeness)
         self.least = self.first * estimate.least_share

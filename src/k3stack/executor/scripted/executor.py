@@ -109,6 +109,12 @@ class ScriptedExecutor:
         self.device.poison(*handle.free)
         return StepResult(step=plan.step, groups=(group,))
 
+    def restart(self) -> None:
+        """As a new executor after one broke: nothing in flight, nothing in memory, waiting for a ``reset`` plan."""
+        self._queue.clear()
+        self.device.reset()
+        self._failed = False
+
     def close(self) -> None:
         if self._queue:
             raise DeviceFault(f"closed with {len(self._queue)} plans in flight")
