@@ -104,8 +104,6 @@ class Episode:
         self.rig.check_tokens()
         assert self.rig.scheduler.drained
         self.operations["preempt"] += self.rig.scheduler.stats().preempted
-        if self.rig.pool.engine == "k3":
-            assert self.rig.scheduler.stats().rescued == 0
         self.operations["rescue"] += self.rig.scheduler.stats().rescued
         assert not [e for e in self.rig.ends.values() if e.message.startswith("no room")]
         memory = self.rig.memory.stats()
@@ -200,11 +198,12 @@ def episodes(seeds: range, operations: int) -> Counter[str]:
 
 
 def count(total: Counter[str]) -> int:
-    return sum(total.values()) - total["hit"]
+    """Operations, not counting what is only an effect of others."""
+    return sum(total.values()) - total["hit"] - total["evict"] - total["rescue"]
 
 
 def test_random_lives() -> None:
-    total = episodes(range(150), 150)
+    total = episodes(range(250), 120)
     print(total)
     assert count(total) >= 15_000
     for kind in ("submit", "abort", "preempt", "evict", "fail row", "fail step", "broken executor", "drain", "hit"):
@@ -213,6 +212,6 @@ def test_random_lives() -> None:
 
 @pytest.mark.slow
 def test_many_random_lives() -> None:
-    total = episodes(range(1_000, 2_000), 200)
+    total = episodes(range(1_000, 1_800), 120)
     print(total)
     assert count(total) >= 50_000

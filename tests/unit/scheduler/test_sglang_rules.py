@@ -89,11 +89,11 @@ def test_the_estimate_decays_and_is_reset_when_idle() -> None:
 
 
 def test_least_output_and_longest_prompt_are_retracted_first() -> None:
-    rig = Rig(sglang_pool(3, 16), options(chunk_tokens=64), overlap=1, prefix_cache=False)
+    rig = Rig(sglang_pool(3, 22), options(chunk_tokens=64), overlap=1, prefix_cache=False)
     rules(rig).first = rules(rig).share = rules(rig).least = 0.0
-    for rid, prompt, outputs in (("most", 8, 30), ("long", 12, 30), ("short", 8, 30)):
+    for rid, prompt, outputs in (("most", 8, 40), ("long", 12, 40), ("short", 8, 40)):
         rig.submit(rid, [ord(rid[0]), *range(prompt - 1)], max_tokens=outputs)
-        for _ in range(6 if rid == "most" else 1):
+        for _ in range(3 if rid == "most" else 1):
             rig.turn()
     order: list[str] = []
     preempted = rules(rig).preempted
