@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from k3stack.chat.calls import ToolCallIds
 from k3stack.chat.parser import OutputParser
 from k3stack.chat.prompt import declared_tools, encode, render, starts_in_think
 from k3stack.chat.settings import ToolChoice, parse_response_format, parse_tool_choice
@@ -79,7 +80,7 @@ def _prepare(service: Service, request: ChatRequest, header_id: str | None) -> C
     )
     in_think = starts_in_think(segments)
     calls_allowed = bool(declared) and choice.mode != "none"
-    first_call = translate.call_number(request.messages)
+    call_ids = ToolCallIds(request.messages)
     choices = [
         ChatChoice(
             OutputParser(
@@ -88,7 +89,7 @@ def _prepare(service: Service, request: ChatRequest, header_id: str | None) -> C
                 max_calls=None if calls_allowed else 0,
                 force_content=translate.force_content(request),
             ),
-            first_call,
+            call_ids,
         )
         for _ in range(params.n)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from k3stack.chat.calls import ToolCallIds
 from k3stack.chat.deltas import Collector, Content, Delta, ToolCallEnd, ToolCallStart
 from k3stack.chat.parser import OutputParser
 from k3stack.engine.messages import Output, Submit
@@ -18,8 +19,7 @@ class ChatChoice:
     """One choice: its parser, its calls, and log-probabilities that have not been given out."""
 
     parser: OutputParser
-    first_call: int
-    """Number of the answer's first tool call in the conversation."""
+    call_ids: ToolCallIds
     names: dict[int, str] = field(default_factory=dict)
     complete: list[int] = field(default_factory=list)
     """Indices of the calls that have ended well."""
@@ -45,7 +45,7 @@ class ChatChoice:
 
     def call_id(self, index: int) -> str:
         """Id of the call with that index in this answer."""
-        return f"{self.names[index]}:{self.first_call + index}"
+        return self.call_ids.id(index, self.names[index])
 
 
 @dataclass(slots=True)

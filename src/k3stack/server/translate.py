@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import Any
 
 from k3stack.chat.settings import Thinking, parse_thinking
 from k3stack.config.options import did_you_mean
@@ -193,16 +192,3 @@ def request_id(rid: str | None, header: str | None, open_ids: tuple[str, ...], p
 
 def _usable_id(text: str) -> bool:
     return 0 < len(text) <= LONGEST_RID and text.isascii() and text.isprintable()
-
-
-def call_number(messages: list[Any]) -> int:
-    """First number of this answer's tool-call ids (``name:N``): unique in the conversation, even in a trimmed one."""
-    count, largest = 0, -1
-    for message in messages:
-        calls = message.get("tool_calls") if isinstance(message, dict) else None
-        for call in calls if isinstance(calls, list) else ():
-            count += 1
-            number = str(call.get("id", "")).rpartition(":")[2] if isinstance(call, dict) else ""
-            if number.isascii() and number.isdigit() and len(number) < 10:
-                largest = max(largest, int(number))
-    return max(count, largest + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from k3stack.chat.calls import usage as counts
 from k3stack.chat.tokenizer import Tokenizer
 from k3stack.scheduler.plan import TokenLogprobs
 from k3stack.server.records import Record
@@ -14,15 +15,13 @@ LOWEST = -9999.0
 
 
 def usage(record: Record) -> dict[str, Any]:
-    """Counts of one request; the prompt is counted once, however many choices it has. ``prompt_tokens`` is the true
-    number of tokens in the prompt, the three that open the answer included."""
-    return {
-        "prompt_tokens": record.prompt_tokens,
-        "completion_tokens": record.output_tokens,
-        "total_tokens": record.prompt_tokens + record.output_tokens,
-        "prompt_tokens_details": {"cached_tokens": record.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": record.reasoning_tokens},
-    }
+    """Counts of one request; a prompt is counted once, however many choices it has."""
+    return counts(
+        record.prompt_tokens,
+        record.output_tokens,
+        cached=min(record.cached_tokens, record.prompt_tokens),
+        reasoning=min(record.reasoning_tokens, record.output_tokens),
+    )
 
 
 def finite(logprob: float) -> float:
