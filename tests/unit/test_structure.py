@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,3 +93,13 @@ def test_the_checker_sees_late_and_hidden_imports() -> None:
 def test_the_checker_sees_torch() -> None:
     assert "torch" in [n for n, _ in imports(ast.parse("def f():\n    import torch"))]
     assert "torch" not in [n for n, _ in imports(ast.parse("def f():\n    import torch"), top_level_only=True)]
+
+
+def test_the_structure_page_names_what_exists() -> None:
+    """docs/structure.md: every package has its row, and every file it names is there."""
+    text = (SRC.parents[1] / "docs" / "structure.md").read_text()
+    packages = [p for p in ORDER if (SRC / p / "__init__.py").exists()]
+    assert [p for p in packages if f"| `{p}/` |" not in text] == []
+    named = set(re.findall(r"`((?:{})/[a-z_/]+\.py)`".format("|".join(ORDER)), text))
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not (SRC / name).exists()] == []

@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 
+from k3stack import __version__
 from k3stack.config.options import did_you_mean
 from k3stack.errors import BugError, K3Error
 
@@ -52,9 +53,7 @@ def _dispatch(words: list[str]) -> int:
         print(usage())
         return 0 if words else 2
     if words[0] in ("-V", "--version", "version"):
-        from importlib.metadata import version
-
-        print(f"k3stack {version('k3stack')}")
+        print(f"k3stack {__version__}")
         return 0
     verb = words[0]
     if verb not in VERBS:

@@ -249,7 +249,7 @@ def _json_name(value: Any) -> str:
 def rules_table(kind: type[msgspec.Struct], rules: FieldRules) -> str:
     """The fields of a body, as docs/serve.md shows them."""
     lines = ["| field | taken |", "|---|---|"]
-    lines += [f"| `{name}` | yes |" for name in kind.__struct_fields__]
+    lines.append(f"| {', '.join(f'`{name}`' for name in kind.__struct_fields__)} | yes |")
     for name, fixed in rules.fixed.items():
         values = " or ".join(f"`{_show(v)}`" for v in fixed.values)
         lines.append(f"| `{name}` | {f'only {values}' if values else 'no'}: {fixed.why} |")

@@ -112,7 +112,6 @@ def test_a_second_signal_ends_at_once() -> None:
             time.sleep(0.1)
             running.process.send_signal(signal.SIGTERM)
 
-        began = time.monotonic()
         try:
             frames = read(running, 20, twice)
         except httpx.HTTPError:
@@ -120,7 +119,7 @@ def test_a_second_signal_ends_at_once() -> None:
         assert "data: [DONE]" not in frames
         assert not any('"finish_reason":"' in frame for frame in frames)
         assert running.process.wait(10) == 3
-        assert time.monotonic() - began < 0.01 * STEPS
+        assert len(frames) < STEPS
 
 
 def test_a_dead_engine_ends_streams_with_an_error_and_comes_back() -> None:

@@ -1,0 +1,45 @@
+"""The tables of docs/serve.md, made from what the code does: ``python -m k3stack.server.reference docs/serve.md``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from k3stack.config.flags import markdown_aliases, markdown_table
+from k3stack.server.fields import (
+    CHAT_RULES,
+    COMPLETION_RULES,
+    ChatRequest,
+    CompletionRequest,
+    rules_table,
+)
+
+_MARK = re.compile(r"(<!-- table: ([a-z ]+) -->\n)(?:\n?\|.*\n(?:\|.*\n)*)?")
+
+
+def tables() -> dict[str, str]:
+    """Each table by the name that the document calls it by."""
+    return {
+        "options": markdown_table(),
+        "aliases": markdown_aliases(),
+        "chat fields": rules_table(ChatRequest, CHAT_RULES),
+        "completion fields": rules_table(CompletionRequest, COMPLETION_RULES),
+    }
+
+
+def fill(text: str) -> str:
+    """``text`` with every marked table as it must be."""
+    found = tables()
+    return _MARK.sub(lambda mark: f"{mark.group(1)}\n{found[mark.group(2)]}\n", text)
+
+
+def main() -> None:
+    """Rewrite the files named on the command line."""
+    for name in sys.argv[1:]:
+        path = Path(name)
+        path.write_text(fill(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
