@@ -119,7 +119,7 @@ def block_layout(
     *,
     recurrent_itemsize: int = 4,
     conv_itemsize: int = 2,
-    row_itemsize: int = 2,
+    row_itemsize: float = 2,
     tp: int = 1,
     dcp: int = 1,
     kda_layers: int | None = None,
@@ -135,7 +135,7 @@ def block_layout(
     conv = (kda.conv_kernel - 1) * 3 * heads * kda.head_dim * conv_itemsize
     n_kda = len(geometry.kda_layers) if kda_layers is None else kda_layers
     n_mla = len(geometry.mla_layers) if mla_layers is None else mla_layers
-    row = geometry.mla.row_width * row_itemsize
+    row = int(geometry.mla.row_width * row_itemsize)
     page = n_mla * PAGE_ROWS * row
     state = n_kda * (recurrent + conv)
     per_block = -(-state // page) if state and page else 1
@@ -149,7 +149,7 @@ def stage_block_layouts(
     engine: Engine = "k3",
     recurrent_itemsize: int = 4,
     conv_itemsize: int = 2,
-    row_itemsize: int = 2,
+    row_itemsize: float = 2,
 ) -> tuple[BlockLayout, ...]:
     """One BlockLayout a pipeline stage. Page ids are common to all stages, so P is the largest that any needs."""
     stages = []

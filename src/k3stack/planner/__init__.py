@@ -1,0 +1,1 @@
+"""What should I run? Reads operators' commands, says what they will do, and searches layouts."""
