@@ -19,6 +19,7 @@ from k3stack.errors import BugError, K3Error
 VERBS: dict[str, str] = {
     "serve": "serve a model over HTTP",
     "chat": "talk to a server from the terminal",
+    "plan": "say before the boot what fits, and what to run",
     "bench": "load-test a server against a latency target",
 }
 """Verb -> what it does. The verb's module is ``k3stack.cli.<verb>``."""

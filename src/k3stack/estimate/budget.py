@@ -130,7 +130,9 @@ def assumed_budget(
     else:
         before, extra = extra[0], extra[1:]
         terms.append(Term(before.what, -before.gib, before.band_gib, before.source))
-        terms.append(Term(f"kept outside by --mem-fraction-static {fraction:g}", (fraction - 1) * (memory - before.gib)))
+        terms.append(
+            Term(f"kept outside by --mem-fraction-static {fraction:g}", (fraction - 1) * (memory - before.gib))
+        )
     terms.append(Term("weights of the model", -weights_bytes / GIB))
     if draft_bytes:
         terms.append(Term("weights of the drafter", -draft_bytes / GIB))

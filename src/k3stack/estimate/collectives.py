@@ -20,9 +20,12 @@ class Collective:
     count: int
     bytes_per_token: float
     ranks: int
+    per_request: bool = False
+    """Paid for sampled rows only, one for a chunk."""
 
-    def bytes_for(self, tokens: int) -> float:
-        return self.bytes_per_token * tokens
+    def bytes_for(self, tokens: int, chunk: bool = False) -> float:
+        """Bytes for a decode step of ``tokens`` requests, or for a prompt chunk of ``tokens``."""
+        return self.bytes_per_token * (1 if chunk and self.per_request else tokens)
 
 
 def collectives(geometry: ModelGeometry, layout: ParallelLayout) -> tuple[Collective, ...]:
@@ -51,7 +54,7 @@ def collectives(geometry: ModelGeometry, layout: ParallelLayout) -> tuple[Collec
                 found.append(Collective("shared sum", "sum", n_moe, hidden * ACTIVATION_BYTES, ranks))
         if layout.dp == 1:
             found.append(Collective("embedding sum", "sum", 1, hidden * ACTIVATION_BYTES, ranks))
-        found.append(Collective("logits gather", "gather", 1, geometry.vocab * ACTIVATION_BYTES, ranks))
+        found.append(Collective("logits gather", "gather", 1, geometry.vocab * ACTIVATION_BYTES, ranks, True))
     if layout.dcp > 1:
         heads = geometry.mla.heads // layout.attn_tp * layout.dcp
         merge = heads * (geometry.mla.kv_lora_rank * ACTIVATION_BYTES + 4)

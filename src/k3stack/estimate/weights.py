@@ -6,7 +6,7 @@ The 494,592 tensors of routed experts are never walked: one expert's six are, ti
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from k3stack.config.geometry import ModelGeometry
 from k3stack.config.hardware import GIB
@@ -92,10 +92,18 @@ class WeightTable:
             self.experts = [_Bundle(s, layers) for s in expert_tensors(geometry, layers[0], 0)]
         else:
             self.experts = []
+        self._plans: dict[tuple[ParallelLayout, SizingEngine], WeightPlan] = {}
 
     def plan(self, layout: ParallelLayout, engine: SizingEngine = "sglang") -> WeightPlan:
         """Bytes per GPU, stage by stage. Raises UserError for a layout the model cannot be cut into."""
         check_layout(layout, self.geometry)
+        # Neither DCP nor copies side by side change what lies on a GPU.
+        key = replace(layout, dcp=1, replicas=1), engine
+        if key not in self._plans:
+            self._plans[key] = self._plan(key[0], engine)
+        return self._plans[key]
+
+    def _plan(self, layout: ParallelLayout, engine: SizingEngine) -> WeightPlan:
         stages = stage_layers(self.geometry, layout, engine)
         owned = self.geometry.moe.experts // layout.ep
         part = {id(b): largest_part_bytes(b.spec, self.geometry, layout, engine) for b in self.bundles}

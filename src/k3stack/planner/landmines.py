@@ -52,9 +52,15 @@ def landmines() -> tuple[Landmine, ...]:
             raise BugError(f"landmine {item['id']}: unknown severity {item['severity']!r}")
         found.append(
             Landmine(
-                item["id"], tuple(item["engines"]), item["severity"], bool(item["refuse"]), when, item["message"],
-                item["remedy"], item["source"],
-            )  # fmt: skip
+                item["id"],
+                tuple(item["engines"]),
+                item["severity"],
+                bool(item["refuse"]),
+                when,
+                item["message"],
+                item["remedy"],
+                item["source"],
+            )
         )
     return tuple(found)
 

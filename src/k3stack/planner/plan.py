@@ -21,7 +21,6 @@ from k3stack.estimate.pools import (
     split_plan,
     stage_block_layouts,
 )
-from k3stack.estimate.seconds import CostModel
 from k3stack.estimate.sglang import (
     SglangPools,
     balanced_ratio,
@@ -39,6 +38,8 @@ DEFAULT_OUTPUT = 1024
 VLLM_MIN_EXPERT_COLUMNS = 256
 """Columns that vLLM pads an expert's share to on each rank (vllm-project/vllm#51124)."""
 VLLM_DEFAULT_SEQUENCES = 1024
+UNLIMITED = 1 << 20
+"""Running requests where no cap is asked for: the arena alone decides."""
 
 
 @dataclass(frozen=True)
@@ -157,16 +158,11 @@ class Plan:
     def sums(self) -> int:
         return sums_per_step(self.setup.geometry, self.setup.layout)
 
-    def cost_model(self) -> CostModel:
-        """Times of this layout (roofline)."""
-        return CostModel(
-            self.setup.geometry, self.setup.hardware, self.setup.layout, self.weights, self.state_bytes, self.row_bytes
-        )
 
-
-def make_plan(setup: Setup, tokens: int) -> Plan:
+def make_plan(setup: Setup, tokens: int, *, balance: bool = False) -> Plan:
     """Plan ``setup`` for requests of ``tokens`` in all. Raises UserError only for illegal layouts.
 
+    ``balance`` gives a server with two pools the ratio that admits equally from both, whatever its flags say.
     A setup that does not fit, or that cannot work, is an answer: see ``Plan.fits``, ``reason`` and ``refused``.
     """
     if tokens < 1:
@@ -189,7 +185,7 @@ def make_plan(setup: Setup, tokens: int) -> Plan:
         draft_row_bytes=int(drafter.row_bytes(layout.attn_tp, 1) * setup.draft_itemsize) if drafter else 0,
     )
     setup = replace(setup, settings=settings)
-    plan = _solve(setup, tokens, weights, draft_bytes, budget, stages)
+    plan = _solve(setup, tokens, weights, draft_bytes, budget, stages, balance)
     return replace(plan, findings=findings(setup.engine, facts(plan)))
 
 
@@ -234,8 +230,9 @@ def _ring(setup: Setup) -> int:
 
 
 def _solve(
-    setup: Setup, tokens: int, weights: WeightPlan, draft_bytes: int, budget: Budget, stages: tuple[BlockLayout, ...]
-) -> Plan:
+    setup: Setup, tokens: int, weights: WeightPlan, draft_bytes: int, budget: Budget, stages: tuple[BlockLayout, ...],
+    balance: bool,
+) -> Plan:  # fmt: skip
     split = setup.engine == "sglang" or (setup.engine == "k3" and setup.behaviour == "sglang")
     per_request = slots_per_request(setup.settings, setup.layout.pp) if split else 1
     state = max(s.state_bytes for s in stages)
@@ -245,6 +242,10 @@ def _solve(
     base = Plan(
         setup, tokens, weights, draft_bytes, budget, stages, per_request, slot, cell, None, None, None, None,
     )  # fmt: skip
+    if balance and split:
+        settings = replace(setup.settings, ratio=base.ratio_balanced())
+        setup = replace(setup, settings=settings, flags={**setup.flags, "ratio": settings.ratio})
+        base = replace(base, setup=setup)
     over = setup.gpus_used - setup.hardware.count
     if over > 0:
         return replace(
@@ -284,7 +285,7 @@ def _pools(
         pools = sglang_pools(stages, budget, setup.settings)
         widest = max(stages, key=lambda s: s.block_bytes)
         return pools, split_plan(widest, budget, pools, within_budget=False)
-    running = setup.max_running or (VLLM_DEFAULT_SEQUENCES if setup.engine == "vllm" else 4096)
+    running = setup.max_running or (VLLM_DEFAULT_SEQUENCES if setup.engine == "vllm" else UNLIMITED)
     return None, plan_stages(stages, budget, max_running=running // setup.layout.dp)
 
 

@@ -77,9 +77,9 @@ def refuse_other_weights(model: str, quantization: str | None, tp: int) -> None:
     if kind == "NVFP4":
         scaled = routed * 4.5 / 4.25
         guess = (
-            f" At 4.5 bits a weight (one scale byte for 16) the routed experts alone would be {scaled:,.0f} GiB instead "
-            f"of {routed:,.0f}: {(scaled - routed) / tp:.1f} GiB more on each of {tp} GPUs; published boots of 8 B300 "
-            "had 2.9 GiB less for their pools than with MXFP4."
+            f" At 4.5 bits a weight (one scale byte for 16) the routed experts alone would be {scaled:,.0f} GiB "
+            f"instead of {routed:,.0f}: {(scaled - routed) / tp:.1f} GiB more on each of {tp} GPUs; published "
+            "boots of 8 B300 had 2.9 GiB less for their pools than with MXFP4."
         )
     else:
         guess = ""
@@ -287,7 +287,6 @@ def _feature_buffer(flags: Mapping[str, Any], hardware: Hardware, layout: Parall
     if transport is not None:
         return str(transport) in ("cuda_ipc", "cuda_vmm")
     return hardware.gpu.nvlink_domain > hardware.gpu.gpus_per_node and layout.gpus > hardware.gpu.gpus_per_node
-
 
 
 def budget_floor_bytes(setup: Setup, slot: int, cell: int, per_request: int, page_rows: int) -> float:
