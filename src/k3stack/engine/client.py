@@ -279,7 +279,7 @@ class EngineClient:
         if starting and self._ready is not None and not self._ready.done():
             self._ready.set_exception(_boot_error(words, self._why_down))
             return
-        if isinstance(words, msg.Died) and words.user_error:
+        if isinstance(words, msg.Died) and words.kind is not None:
             return
         restart = asyncio.get_running_loop().create_task(self._restart(), name="engine-restart")
         self._tasks.append(restart)
@@ -347,6 +347,6 @@ class EngineClient:
 
 
 def _boot_error(words: msg.Stopped | msg.Died | None, text: str) -> K3Error:
-    if isinstance(words, msg.Died) and words.user_error:
-        return UserError(words.message, param=words.param)
+    if isinstance(words, msg.Died) and words.kind is not None:
+        return msg.USER_ERRORS[words.kind](words.message, param=words.param)
     return Unavailable(text)

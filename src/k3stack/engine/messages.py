@@ -12,8 +12,15 @@ from typing import Any, Literal
 import msgspec
 
 from k3stack.config.sampling import SamplingParams
+from k3stack.errors import CheckpointError, DoesNotFit, UserError
 from k3stack.scheduler.plan import TokenLogprobs
 
+USER_ERRORS: dict[str, type[UserError]] = {
+    "UserError": UserError,
+    "CheckpointError": CheckpointError,
+    "DoesNotFit": DoesNotFit,
+}
+"""Errors of the user's making that a starting engine reports, by ``Died.kind``."""
 FinishReason = Literal["stop", "length", "abort", "rejected", "error"]
 
 
@@ -147,10 +154,11 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
 
 
 class Died(msgspec.Struct, frozen=True, tag="died"):
-    """The engine ends because something broke. ``user_error``: settings or files are at fault, a restart won't help."""
+    """The engine ends because something broke."""
 
     message: str
-    user_error: bool = False
+    kind: Literal["UserError", "CheckpointError", "DoesNotFit"] | None = None
+    """Settings or files are at fault (the error's class): starting it again won't help."""
     param: str | None = None
 
 

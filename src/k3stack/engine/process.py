@@ -169,7 +169,8 @@ def engine_main(options: EngineOptions, script: Script | None, channel: Channel,
             watchdog.stop()
             core.close()
     except UserError as error:
-        last = msg.Died(str(error), user_error=True, param=error.param)
+        kind: Any = type(error).__name__
+        last = msg.Died(str(error), kind if kind in msg.USER_ERRORS else "UserError", error.param)
     except Exception as error:  # noqa: BLE001  the process ends here: the parent gets the reason, the log the stack
         traceback.print_exc()
         last = msg.Died(f"{type(error).__name__}: {error}")
