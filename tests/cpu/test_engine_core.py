@@ -233,21 +233,19 @@ def test_flush_only_when_idle() -> None:
 
 
 def test_a_failed_step_ends_its_requests_and_the_others_go_on() -> None:
-    network = FakeNetwork(fail_on=100)
-    rig = Rig(network=network)
     prompts = {f"g{i}": [i, i + 1, 3] for i in range(3)}
+    expected = {rid: lone_greedy(prompt, 60) for rid, prompt in prompts.items()}
+    never = next(t for t in range(10, VOCAB) if not any(t in tokens for tokens in expected.values()))
+    rig = Rig(network=FakeNetwork(fail_on=never))
     for rid, prompt in prompts.items():
         rig.submit(rid, prompt, max_tokens=60)
     for _ in range(5):
         rig.turn()
-    rig.submit("bad", [1, 100, 2], max_tokens=5)
+    rig.submit("bad", [1, never, 2], max_tokens=5)
     rig.run()
     assert rig.ends["bad", 0].finish_reason == "error" and "poisonous" in (rig.ends["bad", 0].message or "")
-    for rid, prompt in prompts.items():
-        end, tokens = rig.ends[rid, 0], rig.tokens[rid, 0]
-        expected = lone_greedy(prompt, 60)
-        assert end.finish_reason == ("error" if 100 in expected[:-1] else "length")
-        assert tokens == expected[: len(tokens)]
+    for rid, tokens in expected.items():
+        assert (rig.ends[rid, 0].finish_reason, rig.tokens[rid, 0]) == ("length", tokens)
     rig.close()
 
 
