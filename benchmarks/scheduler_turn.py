@@ -1,10 +1,12 @@
 """How long one turn of the scheduler takes: commit of the last result, then the next finished plan.
 
 Real scheduler and memory at Kimi-K3's sizes (TP8), no network: results are made up outside the clock. Steady decode
-with requests waiting for a row, rows crossing page boundaries and snapshot positions as they come, and a request
-ending and the next one starting about every 20 turns. Prints p50 and p99 over ``--turns`` turns.
+with requests waiting for a row, rows crossing page boundaries (every 64 tokens) and snapshot positions (256) as they
+come, and a request ending and the next one starting about every 20 turns. Prompt lengths are spread over 256 tokens;
+``--aligned`` makes them equal, so that all rows cross in the same turn: no traffic does, and only p50 means anything.
+Prints p50 and p99 over ``--turns`` turns. ``--cpu`` counts the thread's own time, for a machine that others use.
 
-    python benchmarks/scheduler_turn.py [--turns 2000] [--json]
+    python benchmarks/scheduler_turn.py [--turns 2000] [--aligned] [--cpu] [--json]
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import platform
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
 
@@ -54,17 +57,18 @@ def answer(plan: StepPlan, rng: np.random.Generator) -> StepResult:
     return StepResult(step=plan.step, groups=(GroupResult(tokens=ids, rows=rows),))
 
 
-def build(running: int, context: int, turns: int, rng: np.random.Generator) -> Scheduler:
+def build(running: int, context: int, turns: int, aligned: bool, rng: np.random.Generator) -> Scheduler:
     """``running`` long prompts, of which one in ``END_EVERY`` turns ends, and short ones that wait for their rows."""
     layout = block_layout(model_geometry("kimi-k3"), tp=8)
-    pages = running * (-(-(context + turns + 64) // layout.page_tokens) + 1)
+    pages = running * (-(-(context + turns + 320) // layout.page_tokens) + 1)
     blocks = 4 * running + pages // layout.pages_per_block + 64
     plan = plan_pools(layout, blocks * layout.block_bytes, max_running=running)
     options = SchedulerOptions(context=1_048_576, max_running=running, chunk_tokens=16_384, max_queued=100_000)
     scheduler = Scheduler(Memory(plan), PrefillFirst(), options, VirtualClock())
     ends = turns // END_EVERY
     for i in range(running + ends + 2):
-        prompt = tuple(rng.integers(10, 160_000, context if i < running else 200).tolist())
+        length = (context if i < running else 200) + (0 if aligned else int(rng.integers(256)))
+        prompt = tuple(rng.integers(10, 160_000, length).tolist())
         first = running - min(ends, running)
         limit = 4 + END_EVERY * (i - first + 1) if first <= i < running else 2 * turns
         sampling = SamplingParams(max_tokens=limit, stop_token_ids=(5,))
@@ -72,9 +76,9 @@ def build(running: int, context: int, turns: int, rng: np.random.Generator) -> S
     return scheduler
 
 
-def measure(running: int, context: int, turns: int) -> Row:
+def measure(running: int, context: int, turns: int, aligned: bool, clock: Callable[[], float]) -> Row:
     rng = np.random.default_rng(7)
-    scheduler = build(running, context, turns, rng)
+    scheduler = build(running, context, turns, aligned, rng)
     flights: deque[StepPlan] = deque()
 
     def plan() -> StepPlan:
@@ -94,12 +98,12 @@ def measure(running: int, context: int, turns: int) -> Row:
         if len(flights) < 2:
             plan()
         result = answer(flights.popleft(), rng)
-        t0 = time.perf_counter()
+        t0 = clock()
         scheduler.commit(result)
         scheduler.take_events()
-        t1 = time.perf_counter()
+        t1 = clock()
         plan()
-        t2 = time.perf_counter()
+        t2 = clock()
         whole.append((t2 - t0) * 1e6)
         planning.append((t2 - t1) * 1e6)
     scheduler.check()
@@ -112,17 +116,21 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2000)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1_000, 8_000, 64_000])
     parser.add_argument("--running", type=int, nargs="+", default=[64, 512], choices=sorted(LIMITS_US))
+    parser.add_argument("--aligned", action="store_true")
+    parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     # 512 prompts of 64,000 tokens would only test this script's memory.
     pairs = [(n, c) for n in args.running for c in args.contexts if n * c <= 8_500_000]
-    rows = [measure(n, c, args.turns) for n, c in pairs]
+    clock = time.thread_time if args.cpu else time.perf_counter
+    rows = [measure(n, c, args.turns, args.aligned, clock) for n, c in pairs]
     head = {
         "date": date.today().isoformat(),
         "k3stack": __version__,
         "python": platform.python_version(),
         "numpy": np.__version__,
         "machine": platform.machine(),
+        "clock": "cpu" if args.cpu else "wall",
     }
     if args.json:
         print(json.dumps({**head, "rows": [asdict(r) for r in rows]}))

@@ -12,11 +12,13 @@ from k3stack.executor.scripted import Fault, ScriptedExecutor, ToyDevice, ToyMod
 from k3stack.memory import Memory
 from k3stack.scheduler import (
     FinishEvent,
+    MaskedRow,
     PrefillFirst,
     Request,
     Scheduler,
     SchedulerOptions,
     StepLoop,
+    StopHit,
     TokenEvent,
     VirtualClock,
 )
@@ -48,6 +50,23 @@ def free_memory(memory: Memory) -> tuple[Iterable[int], Iterable[int]]:
     return [p for b in in_slabs for p in range(b * per_block, (b + 1) * per_block) if p not in used], free_blocks
 
 
+def completes_stop(outputs: Sequence[int]) -> bool:
+    """What the tests take for a stop string: two neighbours that add up to a multiple of 11."""
+    return len(outputs) > 1 and (outputs[-1] + outputs[-2]) % 11 == 0
+
+
+class StopFinder:
+    """A stopper that leaves out the token that completed the stop string."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[int]] = {}
+
+    def __call__(self, request: Request, new_tokens: Sequence[int]) -> StopHit | None:
+        seen = self.seen.setdefault(request.rid, [])
+        seen.extend(new_tokens)
+        return StopHit(0, "stop") if completes_stop(seen) else None
+
+
 class Rig:
     """Submit requests, take turns, and check every end against the toy model's lone answer."""
 
@@ -60,7 +79,7 @@ class Rig:
         overlap: int = 2,
         model: ToyModel | None = None,
         faults: Callable[[str, int], Fault | None] | None = None,
-        masks: Any = None,
+        mask_of: Callable[[Sequence[int]], bytes] | None = None,
         stopper: Stopper | None = None,
         poison: bool = True,
         **memory: Any,
@@ -79,8 +98,8 @@ class Rig:
             faults=faults,
             free=(lambda: free_memory(self.memory)) if poison else None,
         )
-        self.loop = StepLoop(self.scheduler, self.executor, masks)
-        self.mask_source = masks
+        self.mask_of = mask_of
+        self.loop = StepLoop(self.scheduler, self.executor, self.masks if mask_of else None)
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.events: dict[str, list[TokenEvent]] = {}
@@ -100,6 +119,10 @@ class Rig:
 
         self.executor.submit = recording_submit  # type: ignore[method-assign]
         self.executor.wait = recording_wait  # type: ignore[method-assign]
+
+    def masks(self, rows: Sequence[MaskedRow]) -> dict[int, bytes]:
+        assert self.mask_of is not None
+        return {row.row: self.mask_of(row.output_ids) for row in rows}
 
     def submit(self, rid: str, prompt: Sequence[int] | int, max_tokens: int | None = 8, **kw: Any) -> Request:
         ids = tuple(range(1, prompt + 1)) if isinstance(prompt, int) else tuple(prompt)
@@ -146,7 +169,15 @@ class Rig:
         if limit is None:
             room = lone_tokens(self.pool) - len(request.prompt_ids) + 1
             limit = min(request.sampling.max_tokens or 10**9, self.options.context - len(request.prompt_ids), room)
-        return self.model.generate(request.prompt_ids, request.sampling, eos_ids=request.eos_ids, limit=limit)
+        masks = self.mask_of if request.masked else None
+        tokens = self.model.generate(
+            request.prompt_ids, request.sampling, eos_ids=request.eos_ids, limit=limit, masks=masks
+        )
+        if request.sampling.stop:
+            for n in range(max(1, request.sampling.min_tokens), len(tokens) + 1):
+                if completes_stop(tokens[:n]):
+                    return tokens[: n - 1]
+        return tokens
 
     def check_tokens(self, *rids: str) -> None:
         """Finished requests have their lone tokens; others a beginning of them."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -17,9 +18,15 @@ import pytest
 from k3stack.estimate.pools import PoolPlan
 from k3stack.executor.scripted import Fault, ToyModel
 from k3stack.scheduler import PrefillFirst, SchedulerOptions
-from tests.unit.scheduler.rig import Rig, pool
+from tests.unit.scheduler.rig import Rig, StopFinder, pool
 
 MODEL = ToyModel(vocab=40)
+
+
+def mask_of(outputs: Sequence[int]) -> bytes:
+    """Half of the tokens are allowed, which half depends on what was said."""
+    odd = (len(outputs) + sum(outputs[-3:])) % 2
+    return bytes([0xAA if odd else 0x55] * 5)
 
 
 def random_pool(rng: random.Random) -> PoolPlan:
@@ -72,8 +79,10 @@ class Episode:
             plan,
             random_options(rng, plan),
             policy=PrefillFirst(mixed=rng.random() < 0.5),
-            overlap=rng.choice((1, 2)),
+            overlap=rng.choice((1, 2, 2, 3)),
             model=MODEL,
+            mask_of=mask_of,
+            stopper=StopFinder(),
             faults=self.fault,
             track_interval=rng.choice((2, 8, 64)),
             prefix_cache=rng.random() < 0.9,
@@ -127,6 +136,10 @@ class Episode:
                 kw["prompt_logprobs_from"] = rng.randrange(len(prompt) + 1)
             if rng.random() < 0.1:
                 kw["logprobs"] = True
+            if rng.random() < 0.1:
+                kw["stop"] = ("stop",)
+            if rng.random() < 0.1:
+                kw["masked"] = True
             rig.submit(
                 f"r{len(rig.requests)}",
                 prompt,
