@@ -61,7 +61,9 @@ class Memory:
         sglang = plan.engine == "sglang"
         self.tracking_slots = max(0, plan.slots_per_request - 3) if sglang and self.has_states else 0
         self.max_running = plan.max_running
-        self._holds_prefix = sglang
+        # One of the slots that a request reserves there is for the prefix it began from.
+        self._holds_prefix = sglang and plan.slots_per_request >= 3
+        self._reserves = sglang
         if sglang and self.has_states and plan.max_states is not None:
             self.max_running = min(plan.max_running, plan.max_states // plan.slots_per_request)
         self._interval = track_interval
@@ -134,7 +136,7 @@ class Memory:
         tokens = ids if isinstance(ids, tuple) else tuple(ids)
         if seq in self._rows or not tokens:
             raise BugError(f"row {seq} is opened but is open already" if tokens else f"row {seq} is opened empty")
-        if self._holds_prefix and len(self._rows) >= self.max_running:
+        if self._reserves and len(self._rows) >= self.max_running:
             self.counters.refused += 1
             return None
         hit = self._find(tokens)
@@ -183,16 +185,22 @@ class Memory:
     def _consume(self, row: Row, snapshot: Snapshot, ops: list[Op]) -> bool:
         """The snapshot becomes the row's working state: nothing else is left, or all else is worth more."""
         if snapshot.tail and self.has_pages:
-            page = snapshot.page
-            if self._pages.refs[page] == 1:
-                self._pages.share(page)
-                row.pages = [page]
+            alone = self._pages.refs[snapshot.page] == 1
+            if not alone:
+                snapshot.locks += 1  # anything may go for the copy but this
+                made = self._room.make(0, 1, ops)
+                snapshot.locks -= 1
+                alone = self._pages.refs[snapshot.page] == 1
+                if not made and not alone:
+                    self._retention.changed(snapshot)
+                    return False
+            if alone:
+                self._pages.share(snapshot.page)
+                row.pages = [snapshot.page]
                 self._room.own_pages += 1
-            elif self._room.make(0, 1, ops, spare=snapshot):
+            else:
                 row.pages = self._room.take_pages(1)
                 ops.append(CopyPage(snapshot.page, row.pages[0], self._rows_of(len(snapshot.tail))))
-            else:
-                return False
         elif snapshot.tail:
             row.pages = self._room.take_pages(1)
         self._tree.detach(snapshot)
@@ -283,8 +291,7 @@ class Memory:
         row = self._rows[seq]
         if not self._wanted(row, length):
             return ()
-        rank = self._retention.rank_of_new(length - row.kept_to, fork=length == row.branch)
-        if self._owed or not self._room.room_for_snapshot(rank):
+        if self._owed or not self._room.for_snapshot(length - row.kept_to, fork=length == row.branch):
             self.counters.declined += 1
             return ()
         block = self._room.take_state()

@@ -68,8 +68,9 @@ class Ranking(Protocol):
 
     def rank(self, snapshot: Snapshot, now: int) -> float: ...
 
-    def rank_of_new(self, gain: int, now: int, *, fork: bool) -> float:
-        """Rank that a snapshot ``gain`` tokens beyond its next shallower one would have, at a fork or not."""
+    def better(self, gain: int, fork: bool, than: Snapshot, now: int) -> bool:
+        """Whether a new snapshot, ``gain`` tokens beyond its next shallower one, at a fork or not, would be worth more
+        than ``than``: the whole of it, not by the page, since that is what goes for it."""
         ...
 
     def returned(self, kind: int, age: int) -> None:
@@ -90,8 +91,8 @@ class Recency:
     def rank(self, snapshot: Snapshot, now: int) -> float:
         return float(snapshot.last)
 
-    def rank_of_new(self, gain: int, now: int, *, fork: bool) -> float:
-        return float(now)
+    def better(self, gain: int, fork: bool, than: Snapshot, now: int) -> bool:
+        return True
 
     def returned(self, kind: int, age: int) -> None:
         return
@@ -147,16 +148,17 @@ class Worth:
             self._index[kind] = gittins(chances(self._returns[kind], ends[kind], prior))
 
     def rank(self, snapshot: Snapshot, now: int) -> float:
-        kind = kind_of(snapshot)
-        parent = snapshot.parent
-        gain = snapshot.position - (parent.position if parent is not None else 0)
         size = self._state_pages
         if not snapshot.children and not snapshot.node.locks:
-            size += -(-gain // self._page_tokens)
-        return self.rate(kind, now - snapshot.last) * gain / size
+            size += -(-snapshot.gain // self._page_tokens)
+        return self._earnings(snapshot, now) / size
 
-    def rank_of_new(self, gain: int, now: int, *, fork: bool) -> float:
-        return self.rate(FORK if fork else INNER, 1) * gain / self._state_pages
+    def better(self, gain: int, fork: bool, than: Snapshot, now: int) -> bool:
+        return self.rate(FORK if fork else INNER, 1) * gain > self._earnings(than, now)
+
+    def _earnings(self, snapshot: Snapshot, now: int) -> float:
+        """Expected tokens saved per open."""
+        return self.rate(kind_of(snapshot), now - snapshot.last) * snapshot.gain
 
     def rate(self, kind: int, age: int) -> float:
         """Expected returns per open of a snapshot of this kind and age, between the bins' edges by proportion."""
@@ -212,8 +214,8 @@ class Retention:
         self._counter = 0
         self._sorted_at = 0
 
-    def victim(self) -> tuple[float, Snapshot] | None:
-        """The snapshot that should go next, with its rank; None when none may go."""
+    def victim(self) -> Snapshot | None:
+        """The snapshot that should go next; None when none may go."""
         if self.now - self._sorted_at > len(self._tree.snapshots) // 16:
             self._sort()
         queue = self._queue
@@ -227,7 +229,7 @@ class Retention:
                 queue.pop()
                 self.changed(snapshot)
                 continue
-            return rank, snapshot
+            return snapshot
         return None
 
     def _sort(self) -> None:
@@ -239,9 +241,9 @@ class Retention:
         self._counter += len(self._queue)
         self._queue.sort()
 
-    def rank_of_new(self, gain: int, *, fork: bool) -> float:
-        """Rank of a snapshot that would lie ``gain`` tokens beyond its next shallower one, at a fork or not."""
-        return self._ranking.rank_of_new(gain, self.now, fork=fork)
+    def better(self, gain: int, fork: bool, than: Snapshot) -> bool:
+        """Whether a new snapshot would be worth more than ``than`` (see ``Ranking``)."""
+        return self._ranking.better(gain, fork, than, self.now)
 
     def changed(self, snapshot: Snapshot) -> None:
         """A snapshot is new, free again, or worth less than before."""

@@ -96,10 +96,10 @@ class Room:
         return arena.free_in_slabs + spare_blocks * arena.pages_per_block < pages
 
     def _evict(self, spare: Snapshot | None) -> bool:
-        found = self._retention.victim()
-        if found is None or found[1] is spare:
+        victim = self._retention.victim()
+        if victim is None or victim is spare:
             return False
-        self.evict(found[1])
+        self.evict(victim)
         return True
 
     def evict(self, snapshot: Snapshot) -> None:
@@ -142,16 +142,17 @@ class Room:
             self.own_pages += count
         return pages
 
-    def room_for_snapshot(self, rank: float) -> bool:
-        """See that a block is free for a snapshot of this rank: one that is free already, or that of a snapshot which
-        is worth less. Never moves pages: a snapshot is copied after the forward pass, and moves come before it."""
+    def for_snapshot(self, gain: int, *, fork: bool) -> bool:
+        """See that a block is free for a snapshot ``gain`` tokens beyond the one before it: one that is free already,
+        or that of snapshots worth less. Never moves pages: a snapshot is copied after the forward pass, moves are made
+        before it."""
         while self._arena.free_blocks < 1 or self._short_of_states(1):
             if not self.could(1, 0):
                 return False
-            found = self._retention.victim()
-            if found is None or found[0] >= rank:
+            victim = self._retention.victim()
+            if victim is None or not self._retention.better(gain, fork, victim):
                 return False
-            self.evict(found[1])
+            self.evict(victim)
         return True
 
     # Moves

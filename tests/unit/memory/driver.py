@@ -53,6 +53,8 @@ class Driver:
 
     def turn(self) -> None:
         """One plan: anything may end, begin, grow or be computed; then perhaps a result comes in."""
+        if self.rng.random() < 0.05:
+            self.alone()
         rng, memory, plan = self.rng, self.memory, Plan()
         prompts: dict[int, tuple[int, ...]] = {}
         gone: set[int] = set()
@@ -62,7 +64,7 @@ class Driver:
                 gone.add(row)
         for row in range(self.rows):
             if row not in self.live and row not in gone and rng.random() < 0.4:
-                self._open(row, plan, prompts)
+                self._open(row, self.prompt(), plan, prompts)
         if rng.random() < 0.05:
             self.operations += 1
             plan.before += memory.compact()
@@ -88,8 +90,28 @@ class Driver:
         while len(self.flight) > self.depth or (self.flight and rng.random() < 0.3):
             self._commit()
 
-    def _open(self, row: int, plan: Plan, prompts: dict[int, tuple[int, ...]]) -> None:
-        ids = self.prompt()
+    def alone(self) -> None:
+        """A row that an empty memory would hold gets its room whenever it is the only one."""
+        rng, plan, prompts = self.rng, Plan(), {}
+        for row in list(self.live):
+            self._close(row, plan)
+        self.flight.append((plan, {}))
+        while self.flight:
+            self._commit()
+        plan, ids = Plan(), self.prompt()
+        length = len(ids) + rng.choice([0, 1, 20])
+        if not self.memory.could_open(length):
+            return
+        self._open(0, ids, plan, prompts)
+        assert 0 in self.live, "refused though nothing else runs"
+        grown = self.memory.extend(0, length)
+        assert grown is not None, "no room to grow though nothing else runs"
+        plan.pages.append((0, grown.pages))
+        plan.before += grown.ops
+        self.memory.check()
+        self.flight.append((plan, prompts))
+
+    def _open(self, row: int, ids: tuple[int, ...], plan: Plan, prompts: dict[int, tuple[int, ...]]) -> None:
         self.operations += 2
         looked = self.memory.lookup(ids)
         opened = self.memory.open(row, ids)
