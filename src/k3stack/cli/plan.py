@@ -25,7 +25,8 @@ usage: k3 plan --hardware HW [options] [layout and memory flags]
 With a command (sglang serve, python -m sglang.launch_server, vllm serve, k3 serve; environment assignments before
 it are read) or a layout flag it says what that will do. Otherwise it recommends layouts.
 
-  --hardware HW          8xB300, 32xH200, ... or gb300-nvl72, dgx-h200, ... (nodes of 8; GB200 and GB300 of 4)
+  --hardware HW          8xB300, 32xH200, gb300-nvl72, dgx-h200, ... (nodes of 8; GB200 and GB300 of 4);
+                         cpu: this machine, for k3 serve
   --hardware-file FILE   your own GPUs and systems, in the catalogue's form
   --model-path PATH      a packaged model or a checkpoint's folder [moonshotai/Kimi-K3]
   --engine NAME          k3, sglang or vllm: whose rules [k3; after -- the command's own]
@@ -145,12 +146,16 @@ def _setup(args: Arguments) -> tuple[Setup, bool]:
         clash = sorted(set(own) & set(command.flags) - {"model"})
         if clash:
             raise UserError(f"{', '.join(clash)}: given both before -- and in the command", param=clash[0])
-        command = Command(command.engine, {**own, **command.flags}, command.env, command.words, command.unknown)
+        command = Command(
+            command.engine, {**own, **command.flags}, command.env, command.words, command.unknown,
+            (*args.flags, *command.serve_words),
+        )  # fmt: skip
     else:
-        command = Command(engine, own)
+        command = Command(engine, own, serve_words=tuple(args.flags))
     version = parse_version(args.values["engine-version"]) if "engine-version" in args.values else DEFAULT_VERSION
     setup = build_setup(command, hardware, budget_gib=args.get("budget-gib"), version=version)
-    return setup, args.command is not None or any(f in command.flags for f in LAYOUT_FLAGS)
+    chosen = args.command is not None or any(f in command.flags for f in LAYOUT_FLAGS)
+    return setup, chosen or setup.own is not None
 
 
 def _engine(args: Arguments) -> SizingEngine:

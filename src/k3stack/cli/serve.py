@@ -7,6 +7,7 @@ import os
 
 from k3stack.cli.arguments import say
 from k3stack.config.flags import help_text, parse_serve
+from k3stack.estimate.saved_plan import default_path
 
 
 def run(argv: list[str]) -> int:
@@ -22,7 +23,10 @@ def run(argv: list[str]) -> int:
     command = dataclasses.replace(
         command,
         engine=dataclasses.replace(
-            command.engine, model_path=found.path, load_format=found.load_format or command.engine.load_format
+            command.engine,
+            model_path=found.path,
+            load_format=found.load_format or command.engine.load_format,
+            pool_plan_file=command.engine.pool_plan_file or str(default_path()),
         ),
         serve=dataclasses.replace(command.serve, served_model_name=served),
         notes=(*command.notes, *((found.note,) if found.note else ())),

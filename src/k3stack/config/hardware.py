@@ -7,6 +7,7 @@ fields and is read beside it. Vendors other than NVIDIA are refused by name: not
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from typing import Any
 
 from k3stack.errors import UserError
 
+CPU = "CPU"
+"""Name of the hardware ``cpu``: this machine, for our own server."""
 GIB = 1024**3
 MIB = 1024**2
 
@@ -94,6 +97,8 @@ class Catalogue:
     def parse(self, text: str) -> Hardware:
         """Read ``8xB300``, ``32xH200``, or a system's name such as ``gb300-nvl72``. Raises UserError."""
         key = text.strip()
+        if key.lower() == "cpu":
+            return Hardware(_this_machine(), 1)
         system = self.systems.get(key.lower())
         if system is not None:
             return Hardware(self.gpus[system[0]], system[1])
@@ -126,6 +131,12 @@ class Catalogue:
                     "overheads differ and nothing has been checked on it; known GPUs: " + ", ".join(sorted(self.gpus)),
                     param="hardware",
                 )
+
+
+def _this_machine() -> Gpu:
+    """The machine that this runs on, as a place for our own server; its rates are only an order of magnitude."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Gpu(CPU, 0, memory, memory, 3e10, {"bf16": 2e11}, 1e9, 1e9, 1e9, 1, 1, note="this machine")
 
 
 def _checked(hardware: Hardware) -> Hardware:

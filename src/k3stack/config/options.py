@@ -153,6 +153,12 @@ class EngineOptions:
     kv_cache_dtype: Literal["auto", "bfloat16"] = option(
         "auto", "Precision of the cache rows; `auto`: the compute precision.", "Memory"
     )
+    pool_plan_file: str | None = option(
+        None,
+        "Write the pools of the boot, predicted and actual, to this file (JSON) for `k3 plan --from`. "
+        "`k3 serve` without it: k3stack/pool_plan.json in the cache folder.",
+        "Memory",
+    )
     disable_radix_cache: bool = option(False, "Keep nothing of a request for later ones.", "Memory")
     mamba_track_interval: int = option(
         256, "While a request decodes, keep a snapshot of its state every so many tokens.", "Memory", low=64

@@ -26,6 +26,7 @@ from k3stack.engine.process import Core
 from k3stack.engine.scripted import Script, ScriptedCore
 from k3stack.errors import CheckpointError, UserError
 from k3stack.estimate.pools import PoolPlan
+from k3stack.estimate.saved_plan import SavedPlan, figures, save_plan
 from k3stack.memory import Memory
 from k3stack.scheduler import PrefillFirst, SchedulerOptions
 from k3stack.scheduler.policy import Policy
@@ -97,8 +98,28 @@ def boot(
     )
     log.info("arena: %.2f GiB (%s)", budget / GIB, how)
     _report(setup.info["pools"], plan)
+    if options.pool_plan_file is not None:
+        saved = SavedPlan(
+            options.model_path,
+            str(device),
+            plan,
+            figures(predicted, guess, context),
+            figures(plan, model.weight_bytes, context),
+            how,
+        )
+        _save(options.pool_plan_file, saved)
     core = EngineCore(memory, policy, _scheduler_options(options, plan, context), executor, setup)
     return Engine(core, model, plan, precision)
+
+
+def _save(path: str, saved: SavedPlan) -> None:
+    try:
+        save_plan(path, saved)
+    except OSError as e:
+        # A server is worth more than its record: a folder that cannot be written does not end a boot.
+        log.warning("the pool plan could not be written to %s: %s", path, e.strerror or e)
+    else:
+        log.info("pool plan saved to %s (k3 plan --from %s)", path, path)
 
 
 def policy_of(options: EngineOptions) -> Policy:

@@ -60,14 +60,27 @@ def layout_of(geometry: ModelGeometry, precision: Precision) -> BlockLayout:
 
 
 def predicted_weight_bytes(geometry: ModelGeometry, precision: Precision) -> int:
-    """Bytes of the weights in memory: every value in the compute dtype, those stored in F32 at least in float32.
+    """Bytes of the weights in memory: every value in the compute dtype; those stored in F32, the router's and the
+    residual scorers' at least in float32.
 
     Routed experts in MXFP4 are decoded when they are read.
     """
-    rest = expected_tensors(geometry, vision=False, routed=False)
-    expert = expert_tensors(geometry, geometry.dense_layers, 0)
+    return sum(weight_bytes_by_kind(geometry, precision).values())
+
+
+def weight_bytes_by_kind(geometry: ModelGeometry, precision: Precision) -> dict[str, int]:
+    """``predicted_weight_bytes`` by kind of tensor."""
+    found: dict[str, int] = {}
+    for spec in expected_tensors(geometry, vision=False, routed=False):
+        size = _in_memory(spec, precision)
+        if spec.kind == "kda.A_log":
+            # Padded on disk: what is kept is one value a head.
+            size = size // spec.numel * geometry.kda.heads
+        found[spec.kind] = found.get(spec.kind, 0) + size
     experts = geometry.moe.experts * len(geometry.moe_layers)
-    return sum(_in_memory(t, precision) for t in rest) + experts * sum(_in_memory(t, precision) for t in expert)
+    for spec in expert_tensors(geometry, geometry.dense_layers, 0):
+        found[spec.kind] = found.get(spec.kind, 0) + experts * _in_memory(spec, precision)
+    return found
 
 
 def _in_memory(spec: TensorSpec, precision: Precision) -> int:
@@ -75,7 +88,8 @@ def _in_memory(spec: TensorSpec, precision: Precision) -> int:
         return spec.numel * 2 * precision.itemsize
     if spec.kind.endswith(".scale"):
         return 0
-    return spec.numel * (max(4, precision.itemsize) if spec.dtype == "F32" else precision.itemsize)
+    wide = spec.dtype == "F32" or spec.kind == "moe.router" or spec.kind.startswith("residual.")
+    return spec.numel * (max(4, precision.itemsize) if wide else precision.itemsize)
 
 
 def free_host_bytes() -> int:

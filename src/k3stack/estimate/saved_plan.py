@@ -50,6 +50,12 @@ class SavedPlan:
     """How the budget came about, in words."""
 
 
+def default_path() -> Path:
+    """Where a server saves its plan when nobody says where: the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "k3stack" / "pool_plan.json"
+
+
 def figures(plan: PoolPlan, weight_bytes: int, context: int | None = None) -> Figures:
     """The figures of ``plan``, with admission at a few lengths up to ``context``."""
     lengths = [n for n in LENGTHS if context is None or n <= context] or [context or LENGTHS[0]]
@@ -67,6 +73,7 @@ def figures(plan: PoolPlan, weight_bytes: int, context: int | None = None) -> Fi
 def save_plan(path: str | Path, saved: SavedPlan) -> None:
     """Write the JSON whole or not at all (a reader never sees half a file)."""
     target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(target.name + ".partial")
     partial.write_text(json.dumps(plan_json(saved), indent=1) + "\n")
     os.replace(partial, target)

@@ -43,6 +43,8 @@ class Command:
     words: tuple[str, ...] = ()
     """The command without its environment, as given."""
     unknown: tuple[UnknownFlag, ...] = ()
+    serve_words: tuple[str, ...] = ()
+    """The flags alone, as given: what our own server would read."""
 
     def text(self) -> str:
         """The command as one line, environment first."""
@@ -63,7 +65,7 @@ def read_command(words: Sequence[str]) -> Command:
         if env.get(name, "0") not in ("0", "", "false"):
             raise UserError(f"{name}={env[name]} makes this an {vendor} recipe, which is not planned for here")
     _refuse_other_devices(flags)
-    return Command(engine, flags, env, tuple(rest), tuple(unknown))
+    return Command(engine, flags, env, tuple(rest), tuple(unknown), tuple(rest[skip:]))
 
 
 def _environment(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -101,6 +101,16 @@ def _pools(plan: Plan, session_len: int) -> dict[str, Any]:
             "block_padding": layout.padding_share,
             "blocks": plan.pool_plan.blocks,
         }
+    if plan.setup.own is not None and plan.pool_plan is not None:
+        pools = plan.pool_plan
+        document["boot"] = {
+            "weight_bytes": plan.weights.bytes_per_gpu,
+            "arena_bytes": pools.arena_bytes,
+            "blocks": pools.blocks,
+            "block_bytes": pools.layout.block_bytes,
+            "states_alone": pools.states_alone,
+            "tokens_alone": pools.tokens_alone,
+        }
     if plan.pools is not None:
         document |= {
             "rows": plan.pools.rows,

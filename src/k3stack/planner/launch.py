@@ -17,6 +17,8 @@ def commands(plan: Plan) -> dict[str, list[str]]:
     """Engine -> commands, one a node (and one a copy where several copies share a node)."""
     found: dict[str, list[str]] = {engine: _for_engine(plan, engine) for engine in ENGINES}
     command = plan.setup.command
+    if plan.setup.own is not None:
+        found = {"k3": [shlex.join(["k3", "serve", *_words(_k3(plan))])]}
     if command is not None and command.words and plan.setup.engine == command.engine:
         found[command.engine] = _as_given(plan)
     return found

@@ -31,6 +31,7 @@ from k3stack.estimate.sglang import (
 )
 from k3stack.estimate.weights import StageWeights, WeightPlan, weight_table
 from k3stack.planner.landmines import Finding, findings
+from k3stack.planner.own import OwnBoot
 from k3stack.planner.setup import Setup, budget_floor_bytes
 
 DEFAULT_INPUT = 8192
@@ -168,6 +169,9 @@ def make_plan(setup: Setup, tokens: int, *, balance: bool = False) -> Plan:
     if tokens < 1:
         raise UserError(f"a request of {tokens} tokens: input and output must be at least 1 together")
     check_layout(setup.layout, setup.geometry)
+    if setup.own is not None:
+        plan = _own_plan(setup, setup.own, tokens)
+        return replace(plan, findings=findings(setup.engine, facts(plan)))
     weights = _weights(setup)
     drafter, layout = setup.drafter, setup.layout
     draft_bytes = drafter.weight_bytes(layout.attn_tp) if drafter else 0
@@ -187,6 +191,20 @@ def make_plan(setup: Setup, tokens: int, *, balance: bool = False) -> Plan:
     setup = replace(setup, settings=settings)
     plan = _solve(setup, tokens, weights, draft_bytes, budget, stages, balance)
     return replace(plan, findings=findings(setup.engine, facts(plan)))
+
+
+def _own_plan(setup: Setup, own: OwnBoot, tokens: int) -> Plan:
+    """Our own server on one device: nothing is computed here that its boot does not compute."""
+    layout = own.layout
+    per_request = own.plan.slots_per_request if own.plan else 1
+    cell = layout.cache_layers * layout.row_bytes
+    return Plan(
+        setup, tokens, own.weights, 0, own.budget, (layout,), per_request, layout.state_bytes, cell, None, own.plan,
+        admitted(own.plan, tokens) if own.plan else None,
+        admitted(own.plan, tokens, snapshots=1) if own.plan else None,
+        missing_gib=0.0 if own.plan else max(0.0, layout.block_bytes * 2 / GIB - own.budget.gib),
+        reason=own.reason,
+    )  # fmt: skip
 
 
 def _weights(setup: Setup) -> WeightPlan:

@@ -173,4 +173,6 @@ def alternatives(plan: Plan, limit: int = 3) -> list[str]:
 def _neutral(setup: Setup, hardware: Hardware) -> Setup:
     """The setup without its own layout, ratio and budget, so that other layouts are judged by the defaults."""
     flags = {k: v for k, v in setup.flags.items() if k in ("kv_dtype", "ssm_dtype")}
-    return replace(setup, hardware=hardware, command=None, flags=flags, budget_gib=None, layout=ParallelLayout())
+    return replace(
+        setup, hardware=hardware, command=None, flags=flags, budget_gib=None, layout=ParallelLayout(), own=None
+    )

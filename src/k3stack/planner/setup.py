@@ -8,7 +8,7 @@ from typing import Any
 
 from k3stack.config.drafter import Drafter, drafter
 from k3stack.config.geometry import ModelGeometry
-from k3stack.config.hardware import GIB, Hardware
+from k3stack.config.hardware import CPU, GIB, Hardware
 from k3stack.config.layout import ParallelLayout, SizingEngine
 from k3stack.config.models import K3, OTHER_WEIGHTS, model_geometry
 from k3stack.errors import UserError
@@ -16,6 +16,7 @@ from k3stack.estimate.budget import K3_FRACTION, VLLM_UTILIZATION, default_chunk
 from k3stack.estimate.sglang import DEFAULT_RATIO, DEFAULT_VERSION, Role, SglangSettings
 from k3stack.estimate.weights import weight_table
 from k3stack.planner.command import Command
+from k3stack.planner.own import OwnBoot, own_boot
 
 ROW_ITEMSIZE: Mapping[str, float] = {
     "auto": 2, "bf16": 2, "bfloat16": 2, "float16": 2, "half": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1,
@@ -51,6 +52,8 @@ class Setup:
     max_running: int | None = None
     context: int = 1_048_576
     feature_buffer: bool = False
+    own: OwnBoot | None = None
+    """Our own server on one device: what its boot will compute."""
     behaviour: str = "k3"
     """For engine k3: ``sglang`` where ``--engine sglang`` asks for that server's split on our code."""
     budget_gib: float | None = None
@@ -102,6 +105,10 @@ def build_setup(
     """The setup that ``command`` asks for on ``hardware``. Raises UserError for what is no legal combination."""
     flags = command.flags
     name = str(flags.get("model") or model or K3)
+    if command.engine == "k3" and (hardware.gpu.name == CPU or hardware.count == 1):
+        return _own_setup(command, hardware, name, budget_gib)
+    if hardware.gpu.name == CPU:
+        raise UserError(f"--hardware cpu is for k3 serve; {command.engine} is planned on GPUs", param="--hardware")
     layout = _vllm_layout(flags) if command.engine == "vllm" else _sglang_layout(flags)
     refuse_other_weights(name, flags.get("quantization"), layout.tp)
     geometry = model_geometry(name)
@@ -127,6 +134,37 @@ def build_setup(
     if command.engine == "vllm":
         return _vllm_setup(common, flags)
     return _sglang_setup(common, flags, command, version)
+
+
+def _own_setup(command: Command, hardware: Hardware, name: str, budget_gib: float | None) -> Setup:
+    """k3 serve on one device: its own options, and the functions of its boot."""
+    own = own_boot(command.serve_words, name, hardware, budget_gib)
+    options = own.options
+    split = options.engine == "sglang"
+    settings = SglangSettings(
+        overlap=not options.disable_overlap_schedule,
+        radix_cache=not options.disable_radix_cache,
+        max_running=options.max_running_requests,
+        context=own.context,
+    )
+    return Setup(
+        engine="k3",
+        model=options.model_path,
+        geometry=own.geometry,
+        hardware=hardware,
+        layout=ParallelLayout(),
+        row_itemsize=own.layout.row_bytes / own.geometry.mla.row_width,
+        fraction=options.mem_fraction_static or K3_FRACTION,
+        settings=settings,
+        chunk=options.chunked_prefill_size,
+        max_running=options.max_running_requests,
+        context=own.context,
+        own=own,
+        behaviour="sglang" if split else "k3",
+        command=command,
+        flags=command.flags,
+        env=command.env,
+    )
 
 
 def _lookup(table: Mapping[str, Any], value: Any, flag: str) -> Any:
