@@ -17,12 +17,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import llguidance
-import msgspec
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from k3stack.chat.schema import check, json_rule
 from k3stack.chat.segments import Segment, close_tag, encode, open_tag
-from k3stack.chat.settings import ResponseFormat, ToolChoice, tool_name
+from k3stack.chat.settings import OutputGrammar, ResponseFormat, ToolChoice, tool_name
 from k3stack.chat.strict import ARGUMENT_TYPES, StrictArguments, free_typed
 from k3stack.chat.tokenizer import Tokenizer
 from k3stack.errors import UserError
@@ -36,17 +35,6 @@ _TERMINALS = (
     'KEY: /[^"]+/',
     "INDEX: /[1-9][0-9]{0,2}/",
 )
-
-
-class OutputGrammar(msgspec.Struct, frozen=True):
-    """``lark`` is what the output must match once it is out of think; ``thinking``: it begins inside think.
-
-    ``prefix``: ids that the prompt already holds of the response (a continued message).
-    """
-
-    lark: str
-    thinking: bool
-    prefix: tuple[int, ...] = ()
 
 
 def build_grammar(

@@ -14,8 +14,8 @@ from threading import Lock
 
 import llguidance
 
-from k3stack.chat.grammar import OutputGrammar
 from k3stack.chat.segments import close_tag, encode
+from k3stack.chat.settings import OutputGrammar
 from k3stack.chat.tokenizer import Tokenizer
 from k3stack.errors import BugError, UserError
 
@@ -44,7 +44,7 @@ class Grammars:
         self.vocab_size = tokenizer.vocab_size
         self.mask_bytes = -(-tokenizer.vocab_size // 8)
         wrapper = llguidance.TokenizerWrapper(_Wrapper(tokenizer))
-        self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=tokenizer.vocab_size)
+        self.tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=tokenizer.vocab_size)
         control = tokenizer.control
         text = [i for i in range(tokenizer.vocab_size) if not tokenizer.is_control(i)]
         self.thinking = self._mask([*text, control.close])
@@ -68,7 +68,7 @@ class Grammars:
                 self._kept.move_to_end(lark)
                 return found
         source = llguidance.LLMatcher.grammar_from_lark(lark)
-        found = llguidance.LLMatcher(self._tokenizer, source, log_level=0)
+        found = llguidance.LLMatcher(self.tokenizer, source, log_level=0)
         if found.is_error():
             raise UserError(f"the requested structure cannot be compiled: {found.get_error().splitlines()[0]}")
         with self._lock:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from k3stack.chat.control import CLOSE, END_OF_MSG, OPEN, SEP
-from k3stack.chat.tokenizer import Tokenizer
+from k3stack.chat.tokenizer import SHORT_CHARS, Tokenizer
 
 
 class Segment(NamedTuple):
@@ -62,7 +62,7 @@ def encode(segments: Iterable[Segment], tokenizer: Tokenizer) -> list[int]:
         if is_control:
             ids.append(by_name[text])
         elif text:
-            ids += tokenizer.encode_text(text)
+            ids += tokenizer.encode_short(text) if len(text) <= SHORT_CHARS else tokenizer.encode_text(text)
     return ids
 
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from k3stack.errors import UserError
 
 Effort = Literal["low", "high", "max"]
@@ -52,6 +54,18 @@ class ResponseFormat:
     kind: Literal["text", "json_object", "json_schema"]
     schema: Any = None
     strict: bool = True
+
+
+class OutputGrammar(msgspec.Struct, frozen=True):
+    """What an output must match, as it travels to the engine; made by ``grammar.build_grammar``, used by ``masks``.
+
+    ``lark``: the grammar of the output once it is out of think. ``thinking``: the output begins inside think.
+    ``prefix``: ids of the response that the prompt already holds (a continued message).
+    """
+
+    lark: str
+    thinking: bool
+    prefix: tuple[int, ...] = ()
 
 
 def parse_effort(value: object, param: str = "reasoning_effort") -> Effort | None:

@@ -49,6 +49,9 @@ RUN_CHARS = 25_000
 """A stretch of only blanks, or only non-blanks, is cut after this many characters."""
 
 _RUNS = re.compile(r"\s+|\S+")
+SHORT_CHARS = 16
+"""Texts of up to this many characters are kept by ``encode_short``."""
+_SHORT_KEPT = 8192
 _CACHE_MIN_CHARS = 128
 _CACHE_CHARS = 16 << 20
 
@@ -89,6 +92,7 @@ class Tokenizer:
             self.texts[i] = ""
         self._control: ControlIds | None = None
         self._cache = _EncodeCache(_CACHE_CHARS)
+        self._short: dict[str, tuple[int, ...]] = {}
 
     @property
     def control(self) -> ControlIds:
@@ -110,12 +114,23 @@ class Tokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of ``text``; never a control id, whatever the text says."""
+        if len(text) <= SHORT_CHARS:
+            return list(self.encode_short(text))
         if len(text) < _CACHE_MIN_CHARS:
             return self._encode(clean_text(text))
         found = self._cache.get(text)
         if found is None:
             found = self._encode(clean_text(text))
             self._cache.put(text, found)
+        return found
+
+    def encode_short(self, text: str) -> tuple[int, ...]:
+        """As ``encode_text``, for the tag names, attributes and quotes that a prompt repeats thousands of times."""
+        found = self._short.get(text)
+        if found is None:
+            found = tuple(self._encode(clean_text(text)))
+            if len(self._short) < _SHORT_KEPT:
+                self._short[text] = found
         return found
 
     def encode_marked(self, text: str) -> list[int]:

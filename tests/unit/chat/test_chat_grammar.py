@@ -11,11 +11,11 @@ import jsonschema
 import pytest
 
 from k3stack.chat import Parsed, Tokenizer, encode, parse_ids, render
-from k3stack.chat.grammar import PREFACE_CHARS, OutputGrammar, build_grammar
+from k3stack.chat.grammar import PREFACE_CHARS, build_grammar
 from k3stack.chat.masks import Grammars, GrammarSession
 from k3stack.chat.prompt import NO_EFFORT
 from k3stack.chat.segments import Segment, close_tag, open_tag
-from k3stack.chat.settings import ResponseFormat, ToolChoice
+from k3stack.chat.settings import OutputGrammar, ResponseFormat, ToolChoice
 from k3stack.chat.strict import whole_pattern
 from k3stack.errors import UserError
 

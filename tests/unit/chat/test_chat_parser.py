@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -355,6 +356,16 @@ def test_code_points_are_whole(single_bytes: Tokenizer) -> None:
     parser = OutputParser(single_bytes, thinking=True)
     half = parser.feed([0xE2, 0x82, *single_bytes.encode_marked(TC + RO), 0xAC])
     assert half == [Reasoning("\ufffd"), Content("\ufffd")], "a code point does not reach into the next field"
+
+
+def test_d24_a_long_argument_takes_linear_time(single_bytes: Tokenizer) -> None:
+    """Half a million tokens, one a call: about half a second; a parser that looks back would take hours."""
+    parser = OutputParser(single_bytes)
+    parser.feed(single_bytes.encode_marked(f"{TC}{TO}{begin('write')}{value('text')}"))
+    began = time.perf_counter()
+    for _ in range(500_000):
+        parser.feed((120,))
+    assert time.perf_counter() - began < 20
 
 
 # -- properties ---------------------------------------------------------------------------------------------------
