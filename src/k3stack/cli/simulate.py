@@ -1,0 +1,150 @@
+"""`k3 simulate`: what would this deployment do under this load? The real scheduler and memory in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from k3stack.cli.arguments import Parser, print_json, say
+from k3stack.cli.load_arguments import add_load_options, print_summary, read_spec, read_target, write_outputs
+from k3stack.errors import UserError
+
+if TYPE_CHECKING:
+    from k3stack.simulator.build import SimSettings
+    from k3stack.simulator.run import SimResult
+
+
+def run(argv: list[str]) -> int:
+    """Simulate; exit 0 whatever the share (a simulation answers, it does not judge)."""
+    args = _parser().read(argv)
+    from k3stack.simulator.scenario import load_scenario, scenario_names
+
+    if args.list:
+        for name in scenario_names():
+            print(f"{name:<26} {load_scenario(name).about}")
+        return 0
+    names = args.compare.split(",") if args.compare else [args.scenario] if args.scenario else []
+    if not names:
+        raise UserError(f"--scenario is missing; shipped: {', '.join(scenario_names())}", param="scenario")
+    results = {name: _one(name, args) for name in names}
+    if args.compare:
+        return _print_comparison(results, args)
+    name = names[0]
+    result, points = results[name]
+    title = f"{name}, {args.engine}, {_policy(args)}: {args.workload}"
+    write_outputs(args, title, result.records, result.summary, read_target(args), result.window_s, points)
+    if args.json:
+        print_json(result.summary)
+    else:
+        print_summary(result.summary, title)
+        say(f"step times are good to about {100 * result.summary['step_time_error']:.0f} % ({result.summary['efficiency']})")
+    return 0
+
+
+def _one(name: str, args: argparse.Namespace) -> tuple[SimResult, list[Any]]:
+    from k3stack.simulator.run import simulate
+    from k3stack.simulator.scenario import load_scenario
+    from k3stack.workload.choose import build_workload
+
+    scenario, settings, spec = load_scenario(name), _settings(args), read_spec(args)
+    if args.sustained:
+        from k3stack.simulator.sustain import simulate_sustained
+
+        return simulate_sustained(
+            scenario,
+            spec,
+            settings,
+            repeats=args.repeats,
+            on_point=lambda p: say(f"{name}: {p.rate:.3f} requests/s: {100 * p.share:.1f} % ({len(p.shares)} runs)"),
+        )
+    return simulate(scenario, build_workload(spec), settings, token_times=bool(args.records)), []
+
+
+def _policy(args: argparse.Namespace) -> str:
+    """SGLang has no policy that knows a target: its behaviour goes with prefill-first unless another is asked for."""
+    return str(args.policy or ("prefill-first" if args.engine == "sglang" else "slo"))
+
+
+def _settings(args: argparse.Namespace) -> SimSettings:
+    from k3stack.simulator.build import SimSettings
+
+    return SimSettings(
+        engine=args.engine,
+        policy=_policy(args),
+        target=read_target(args),
+        mixed=args.mixed,
+        max_gap_s=args.max_gap / 1000 if args.max_gap else None,
+        efficiency=args.efficiency,
+        chunk_tokens=args.chunked_prefill_size,
+        seed=args.seed,
+        check_every=args.check_every,
+    )
+
+
+def _print_comparison(results: Mapping[str, tuple[SimResult, list[Any]]], args: argparse.Namespace) -> int:
+    from k3stack.simulator.compare import compare, explain
+
+    rows = compare({name: result.summary for name, (result, _) in results.items()})
+    answer = explain(rows)
+    if args.json:
+        print_json({"answer": answer, "scenarios": rows})
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{args.workload}, {args.engine}, {_policy(args)}", title_justify="left")
+    for column in rows[0]:
+        table.add_column(column.replace("_", " "), justify="left" if column == "scenario" else "right")
+    for row in rows:
+        table.add_row(*(_cell(v) for v in row.values()))
+    Console(file=sys.stdout).print(table)
+    print(answer)
+    if args.png or args.html:
+        _draw(results, args)
+    return 0
+
+
+def _draw(results: Mapping[str, tuple[SimResult, list[Any]]], args: argparse.Namespace) -> None:
+    from pathlib import Path
+
+    from k3stack.workload import figures
+
+    curves = {name: points for name, (_, points) in results.items() if points}
+    if not curves:
+        raise UserError("a figure of a comparison needs --sustained", param="png")
+    target = read_target(args)
+    if args.png:
+        folder = Path(args.png)
+        folder.mkdir(parents=True, exist_ok=True)
+        figures.save_png(figures.sustained_figure(curves, target), folder / "comparison.png")
+    if args.html:
+        page = figures.html_report("Comparison", [], [("Sustained rate", figures.sustained_figure(curves, target))])
+        Path(args.html).write_text(page)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _parser() -> Parser:
+    parser = Parser("simulate", __doc__ or "", json_output=True)
+    what = parser.add_argument_group("deployment")
+    what.add_argument("--scenario", help="a shipped scenario (--list) or a JSON file")
+    what.add_argument("--list", action="store_true", help="list the shipped scenarios")
+    what.add_argument("--compare", metavar="A,B,...", help="several scenarios under the same load")
+    what.add_argument("--engine", choices=("k3", "sglang"), default="k3", help="whose memory and admission rules")
+    what.add_argument("--policy", choices=("prefill-first", "slo"), help="default: slo (engine sglang: prefill-first)")
+    what.add_argument("--mixed", action="store_true", help="decode rows ride along with prefill chunks")
+    what.add_argument("--max-gap", type=float, metavar="MS", help="bound on the longest gap of a stream (policy slo)")
+    what.add_argument("--chunked-prefill-size", type=int, help="prompt tokens a step (default: the scenario's)")
+    what.add_argument("--efficiency", help="another set of step-time constants, such as roofline")
+    what.add_argument("--repeats", type=int, default=4, help="runs a rate at most, with --sustained (default: 4)")
+    what.add_argument("--check-every", type=int, default=0, metavar="N", help="check conservation every N steps")
+    add_load_options(parser)
+    return parser
+
+

@@ -1,0 +1,200 @@
+"""Builds the servers of a scenario: pools from the estimate, memory and scheduler as in a real engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from typing import Literal
+
+from k3stack.config.geometry import ModelGeometry, load_geometry
+from k3stack.config.hardware import GIB, Hardware, load_catalogue
+from k3stack.config.layout import ParallelLayout
+from k3stack.errors import UserError
+from k3stack.estimate.pools import PoolPlan, plan_pools, stage_block_layouts
+from k3stack.estimate.seconds import Efficiency, StepModel, load_efficiency
+from k3stack.estimate.sglang import SglangSettings
+from k3stack.estimate.work import Precision
+from k3stack.executor.modelled import ModelledExecutor
+from k3stack.memory import Memory
+from k3stack.scheduler.options import SchedulerOptions
+from k3stack.scheduler.policies import make_policy
+from k3stack.scheduler.scheduler import Scheduler
+from k3stack.simulator.deployment import Deployment, Disaggregated, Transfer, Unified
+from k3stack.simulator.events import EventQueue
+from k3stack.simulator.pricing import Drafter, StepPrice, accept_shares
+from k3stack.simulator.router import make_router
+from k3stack.simulator.scenario import Scenario, ServerSpec
+from k3stack.simulator.server import SimServer
+from k3stack.workload.target import Target
+
+EngineName = Literal["k3", "sglang"]
+MODELS = {"kimi-k3": "k3_config.json", "kimi-linear-48b": "kimi_linear_48b_config.json"}
+
+
+@dataclass(frozen=True, slots=True)
+class SimSettings:
+    """What a run may choose beside the scenario."""
+
+    engine: EngineName = "k3"
+    policy: str = "slo"
+    target: Target = Target()
+    mixed: bool = False
+    max_gap_s: float | None = None
+    efficiency: str | None = None
+    """Another set of efficiencies than the scenario's."""
+    chunk_tokens: int | None = None
+    seed: int = 0
+    check_every: int = 0
+    known_lengths: bool = False
+    """The policy is told answer lengths (an upper bound of what a policy could know)."""
+
+
+class Builder:
+    """Everything that the servers of one scenario share."""
+
+    def __init__(self, scenario: Scenario, settings: SimSettings, events: EventQueue) -> None:
+        if scenario.model not in MODELS:
+            raise UserError(f"scenario {scenario.name}: model {scenario.model!r}; known: {', '.join(MODELS)}")
+        self.scenario, self.settings, self.events = scenario, settings, events
+        path = files("k3stack.config").joinpath("data", MODELS[scenario.model])
+        self.geometry: ModelGeometry = load_geometry(str(path))
+        self.hardware: Hardware = load_catalogue().parse(scenario.hardware)
+        if scenario.gpus > self.hardware.count:
+            raise UserError(
+                f"scenario {scenario.name}: its servers take {scenario.gpus} GPUs, {scenario.hardware} has "
+                f"{self.hardware.count}"
+            )
+        self.prices: list[StepPrice] = []
+        self.plans: list[PoolPlan] = []
+
+    def deployment(self) -> Deployment:
+        """The servers, wired together."""
+        specs = self.scenario.servers
+        prefill = next((s for s in specs if s.role == "prefill"), None)
+        deployment: Unified | Disaggregated
+        if prefill is None:
+            starts = [s.starts_s for s in specs for _ in range(s.servers * s.layout.dp)]
+            up_from = starts if any(starts) else ()
+            deployment = Unified(make_router(self.scenario.router), self.events, up_from)
+            deployment.servers = [s for spec in specs for s in self._servers(spec, deployment)]
+            return deployment
+        router, second = make_router(self.scenario.router), make_router("least_loaded")
+        deployment = Disaggregated(router, second, self.events, self._transfer(prefill))
+        deployment.prefill = [s for spec in specs if spec.role == "prefill" for s in self._servers(spec, deployment)]
+        deployment.decode = [s for spec in specs if spec.role == "decode" for s in self._servers(spec, deployment)]
+        return deployment
+
+    def _servers(self, spec: ServerSpec, deployment: Deployment) -> list[SimServer]:
+        # Every attention-DP group has its own requests and memory; its steps see the other groups through the
+        # experts, which are priced as if all groups were equally busy.
+        groups = spec.servers * spec.layout.dp
+        return [self._server(spec, f"{spec.role}-{i}", deployment) for i in range(groups)]
+
+    def _server(self, spec: ServerSpec, name: str, deployment: Deployment) -> SimServer:
+        settings = self.settings
+        plan = self.pools(spec)
+        self.plans.append(plan)
+        memory = Memory(plan, prefix_cache=spec.role != "decode")
+        chunk = settings.chunk_tokens or spec.chunk_tokens
+        fields = {"context": self.geometry.context, "max_running": plan.max_running, "chunk_tokens": chunk}
+        fields |= {"check_when_idle": False, "max_queued": 1_000_000}
+        if settings.engine == "sglang":
+            options = SchedulerOptions.for_sglang(**fields)
+        else:
+            options = SchedulerOptions(**fields)
+        price = self.price(spec)
+        policy = make_policy(
+            settings.policy, cost=price.model.seconds, target=settings.target, mixed=settings.mixed, max_gap_s=settings.max_gap_s
+        )
+        scheduler = Scheduler(memory, policy, options, self.events.clock)
+        executor = ModelledExecutor(
+            price,
+            self.events.clock,
+            rows=plan.max_running,
+            latency=price.latency if spec.layout.pp > 1 else None,
+            max_in_flight=2 if spec.layout.pp == 1 else spec.layout.pp,
+            follow=True,
+        )
+        return SimServer(
+            name, scheduler, memory, executor, self.events, deployment.deliver, check_every=settings.check_every
+        )
+
+    def layout(self, spec: ServerSpec) -> ParallelLayout:
+        parallel = spec.layout
+        return ParallelLayout(
+            tp=parallel.tp, pp=parallel.pp, ep=parallel.ep, dp=parallel.dp, dcp=parallel.dcp, a2a=parallel.a2a
+        )
+
+    def price(self, spec: ServerSpec) -> StepPrice:
+        """The cost of steps on one of ``spec``'s servers."""
+        efficiency: Efficiency = load_efficiency(self.settings.efficiency or spec.efficiency)
+        model = StepModel(
+            self.geometry,
+            self.layout(spec),
+            self.hardware,
+            efficiency,
+            engine=self.settings.engine,
+            precision=Precision(row=spec.row_bytes, recurrent=spec.state_bytes, experts_fp8=spec.experts_fp8),
+            sharded_prefill=spec.sharded_prefill,
+        )
+        drafter = None
+        if spec.drafter is not None:
+            shares = accept_shares(spec.drafter.accept_length, spec.drafter.block)
+            drafter = Drafter(shares, spec.drafter.block)
+        price = StepPrice(model, drafter, self.settings.seed)
+        self.prices.append(price)
+        return price
+
+    def pools(self, spec: ServerSpec) -> PoolPlan:
+        """Pools of one GPU under the chosen engine's rules, from the scenario's budget."""
+        layout = self.layout(spec)
+        stages = stage_block_layouts(
+            self.geometry,
+            layout,
+            engine=self.settings.engine,
+            recurrent_itemsize=spec.state_bytes,
+            row_itemsize=spec.row_bytes,
+        )
+        widest = max(stages, key=lambda s: s.block_bytes)
+        budget = int(spec.pools.budget_gib * GIB)
+        if self.settings.engine == "k3":
+            return plan_pools(widest, budget, max_running=spec.pools.max_running or 512)
+        pools = SglangSettings(
+            ratio=spec.pools.ratio,
+            strategy=spec.pools.strategy,  # type: ignore[arg-type]
+            overlap=layout.pp == 1,
+            role=spec.role,
+            max_running=spec.pools.max_running,
+            extra_slots=spec.pools.extra_slots,
+        )
+        if spec.drafter is not None:
+            pools = self._drafted(pools, spec, layout)
+        return plan_pools(widest, budget, engine="sglang", sglang=pools, within_budget=False)
+
+    def _drafted(self, pools: SglangSettings, spec: ServerSpec, layout: ParallelLayout) -> SglangSettings:
+        from k3stack.estimate.pools import replay_ring_bytes
+
+        assert spec.drafter is not None
+        ring = replay_ring_bytes(self.geometry, tp=layout.attn_tp, kda_layers=len(self.geometry.kda_layers))
+        # A public DSPARK drafter: 5 layers of 16 cache heads of 64, keys and values, 16 bit, cut over the ranks.
+        row = 5 * max(1, 16 // layout.attn_tp) * 2 * 64 * 2
+        return replace(
+            pools, draft_tokens=spec.drafter.block + 1, replay=True, ring_bytes=ring, draft_row_bytes=row
+        )
+
+    def _transfer(self, spec: ServerSpec) -> Transfer:
+        assert self.scenario.transfer is not None
+        stage = stage_block_layouts(
+            self.geometry,
+            self.layout(spec),
+            engine=self.settings.engine,
+            recurrent_itemsize=spec.state_bytes,
+            row_itemsize=spec.row_bytes,
+        )[0]
+        return Transfer(
+            state_bytes=stage.state_bytes,
+            token_bytes=stage.cache_layers * stage.row_bytes,
+            chunk_tokens=spec.chunk_tokens,
+            link=self.scenario.transfer.link_gbps * 1e9,
+            latency_s=self.scenario.transfer.latency_ms / 1000,
+        )

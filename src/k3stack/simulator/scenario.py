@@ -1,0 +1,133 @@
+"""Scenarios: which servers, on which hardware, with which pools and costs. Shipped ones are data; users add files."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from k3stack.errors import UserError
+
+Role = Literal["unified", "prefill", "decode"]
+
+
+class LayoutSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parallel sizes of one server."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    dp: int = 1
+    dcp: int = 1
+    a2a: str = "none"
+
+
+class PoolSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Memory for states and cache on one GPU, and how behaviour ``sglang`` splits it."""
+
+    budget_gib: float
+    budget_source: str = ""
+    ratio: float = 0.9
+    strategy: str = "auto"
+    max_running: int | None = None
+    extra_slots: int = 0
+
+
+class DrafterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A drafter as its mean accept length."""
+
+    accept_length: float
+    block: int = 7
+    source: str = ""
+
+
+class ServerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``servers`` equal servers of one role."""
+
+    role: Role = "unified"
+    servers: int = 1
+    layout: LayoutSpec
+    pools: PoolSpec
+    chunk_tokens: int = 16384
+    row_bytes: int = 2
+    state_bytes: int = 4
+    experts_fp8: bool = True
+    sharded_prefill: bool = False
+    drafter: DrafterSpec | None = None
+    efficiency: str
+    starts_s: float = 0.0
+    """Seconds until these servers are up (scaling questions); 0: from the start."""
+
+    @property
+    def gpus(self) -> int:
+        return self.layout.tp * self.layout.pp
+
+
+class TransferSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Between prefill and decode servers."""
+
+    link_gbps: float
+    latency_ms: float = 5.0
+    source: str = ""
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A deployment to simulate."""
+
+    name: str
+    about: str
+    hardware: str
+    model: str = "kimi-k3"
+    servers: list[ServerSpec]
+    router: str = "cache_aware"
+    transfer: TransferSpec | None = None
+
+    @property
+    def gpus(self) -> int:
+        return sum(s.servers * s.gpus for s in self.servers)
+
+    def validate(self) -> Scenario:
+        """Refuse what cannot be built; returns self."""
+        roles = {s.role for s in self.servers}
+        if roles not in ({"unified"}, {"prefill", "decode"}):
+            raise UserError(
+                f"scenario {self.name}: servers are {sorted(roles)}; either all unified, or prefill and decode together"
+            )
+        if "prefill" in roles and self.transfer is None:
+            raise UserError(f"scenario {self.name}: prefill and decode servers need a 'transfer'")
+        return self
+
+
+def load_scenario(name: str) -> Scenario:
+    """A shipped scenario by name, or a file (JSON, one object)."""
+    shipped = _shipped()
+    if name in shipped:
+        return _parse(shipped[name], name)
+    path = Path(name)
+    if path.suffix == ".json" or path.is_file():
+        try:
+            return _parse(json.loads(path.read_text()), str(path))
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such scenario file", param="scenario") from None
+        except json.JSONDecodeError as e:
+            raise UserError(f"{path}: not valid JSON (line {e.lineno}: {e.msg})", param="scenario") from None
+    raise UserError(f"no scenario named {name!r}; shipped: {', '.join(shipped)}; or give a .json file", param="scenario")
+
+
+def scenario_names() -> list[str]:
+    return list(_shipped())
+
+
+def _shipped() -> dict[str, Any]:
+    text = files("k3stack.simulator").joinpath("data/scenarios.json").read_text()
+    return {s["name"]: s for s in json.loads(text)["scenarios"]}
+
+
+def _parse(raw: Any, where: str) -> Scenario:
+    try:
+        return msgspec.convert(raw, Scenario).validate()
+    except msgspec.ValidationError as e:
+        raise UserError(f"scenario {where}: {e}", param="scenario") from None
