@@ -39,7 +39,8 @@ def run(argv: list[str]) -> int:
         print_json(result.summary)
     else:
         print_summary(result.summary, title)
-        say(f"step times are good to about {100 * result.summary['step_time_error']:.0f} % ({result.summary['efficiency']})")
+        error, constants = result.summary["step_time_error"], result.summary["efficiency"]
+        say(f"step times are good to about {100 * error:.0f} % (constants {constants})")
     return 0
 
 
@@ -146,5 +147,3 @@ def _parser() -> Parser:
     what.add_argument("--check-every", type=int, default=0, metavar="N", help="check conservation every N steps")
     add_load_options(parser)
     return parser
-
-

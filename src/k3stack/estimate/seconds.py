@@ -46,7 +46,9 @@ class Efficiency:
     """Time a request spends outside steps before its first token (HTTP, tokenizing, hand-over)."""
     dcp_layer_s: float = 1.2e-5
     """Exchange of partial attention, one MLA layer of a decode step under DCP."""
-    draft_s: float = 0.0
+    verify_spread: float = 1.0
+    """How unrelated the experts of a verification's tokens are: 0, all choose alike; 1, as different requests do."""
+    draft_s: float = 1e-3
     """One pass of the drafter and the longer verification's overhead."""
     error: float = 0.3
     """Relative error band of a predicted step time (stated beside every prediction)."""
@@ -102,7 +104,7 @@ class StepModel:
 
     def step(self, load: StepLoad, stage: int = 0) -> StepCost:
         """Seconds of ``load`` on pipeline stage ``stage``, its parts, and its floor."""
-        work = self.stages[stage].work(load, slowest=self._slowest)
+        work = self.stages[stage].work(load, slowest=self._slowest, verify_spread=self.efficiency.verify_spread)
         parts = self._parts(load, work, self.efficiency)
         return StepCost(sum(parts.values()), parts, self.floor(work))
 

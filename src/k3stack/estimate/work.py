@@ -174,11 +174,16 @@ class RankModel:
         share = mean / owned
         return min(owned, mean + math.sqrt(2 * math.log(ep)) * math.sqrt(owned * share * (1 - share)))
 
-    def work(self, load: StepLoad, *, slowest: bool = False) -> RankWork:
-        """Bytes and operations of ``load`` on one rank."""
+    def work(self, load: StepLoad, *, slowest: bool = False, verify_spread: float = 1.0) -> RankWork:
+        """Bytes and operations of ``load`` on one rank.
+
+        ``verify_spread``: the tokens that a verification computes for one row follow one another and share experts;
+        as many distinct experts are touched as by 1 + spread · (verify − 1) unrelated tokens.
+        """
         layout, block = self.layout, self.block
         # Under attention-DP the experts see the tokens of all groups, attention only its own.
         moe_tokens = load.tokens * layout.dp
+        unrelated = load.chunk_tokens + load.decode_rows * (1 + verify_spread * (load.verify - 1))
         cache = (load.decode_context + load.chunk_prefix) * block.row_bytes * block.cache_layers / layout.dcp
         states = (load.decode_rows + load.chunk_rows) * 2.0 * block.state_bytes
         copied = self.copied_params / (layout.tp if self.sharded_prefill and load.chunk_tokens else 1)
@@ -187,7 +192,7 @@ class RankModel:
         sums = 0 if layout.tp == 1 else 2 * len(self.layers)
         return RankWork(
             dense_bytes=self.dense_bytes,
-            expert_bytes=self.touched(moe_tokens, slowest=slowest) * self.expert_bytes * self._n_moe,
+            expert_bytes=self.touched(unrelated * layout.dp, slowest=slowest) * self.expert_bytes * self._n_moe,
             head_bytes=self.head_bytes if load.samples else 0.0,
             state_bytes=states,
             cache_bytes=cache,

@@ -212,6 +212,8 @@ class Planner:
         """Tokens of the first chunk; 0 when the step has no tokens left for it, -1 when there is no room."""
         core, memory = self.core, self.core.memory
         row = core.rows.lowest_free
+        if entry.request.delivered and not entry.preempted:
+            return self._receive(entry, row, draft)
         opened = memory.open(row, self._matchable(entry))
         if opened is None:
             return -1
@@ -229,6 +231,23 @@ class Planner:
         draft.added[row] = self._row_add(entry, opened.state_block, pages, opened.cached)
         self._add_chunk(entry, opened.cached, end, draft)
         return end - opened.cached
+
+    def _receive(self, entry: Entry, row: int, draft: Draft) -> int:
+        """Start a request whose prompt was computed elsewhere: room for all of it, and its last token as the chunk."""
+        core, memory = self.core, self.core.memory
+        known = len(entry.ids)
+        opened = memory.open(row, entry.ids[-1:])  # nothing is matched: the rows come from outside
+        extended = memory.extend(row, known) if opened is not None else None
+        if opened is None or extended is None:
+            if opened is not None:
+                memory.close(row, entry.ids, state_at=None, keep=False)
+            return -1
+        core.occupy(entry, known - 1)
+        core.rows.room[row] = -(-known // core.page_tokens) * core.page_tokens
+        draft.added[row] = self._row_add(entry, opened.state_block, tuple(extended.pages), known - 1)
+        core.pending.before.extend(extended.ops)
+        self._add_chunk(entry, known - 1, known, draft)
+        return 1
 
     @staticmethod
     def _matchable(entry: Entry) -> list[int]:

@@ -27,6 +27,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """When it came, on the scheduler's clock (None: when it is submitted)."""
     eos_ids: tuple[int, ...] = ()
     """The model's end tokens; ``sampling.stop_token_ids`` come on top, ``sampling.ignore_eos`` leaves these out."""
+    delivered: bool = False
+    """Cache and state of every prompt token but the last come from elsewhere (a prefill server): starting it takes
+    room for all of them and computes the last one only. A preempted one is computed here like any other."""
     masked: bool = False
     """Each token needs a grammar mask computed from the tokens before it."""
 

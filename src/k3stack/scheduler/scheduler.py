@@ -176,6 +176,11 @@ class Scheduler:
         """Nothing is waiting, running or in flight."""
         return not self._core.live and not self._core.flights
 
+    @property
+    def running(self) -> int:
+        """Requests that hold a row."""
+        return len(self._core.rows.running)
+
     def stats(self) -> SchedulerStats:
         core, counts = self._core, self._core.counts
         phases = [entry.phase for entry in core.rows.running.values()]

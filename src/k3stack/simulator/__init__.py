@@ -1,1 +1,1 @@
-"""What would happen? Virtual time, several servers, a router. Owns no policy: scheduler and memory are the real ones."""
+"""What would happen? Virtual time, several servers, a router. The scheduler and memory are the real ones."""

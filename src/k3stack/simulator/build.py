@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
-from typing import Literal
+from typing import Any, Literal
 
 from k3stack.config.geometry import ModelGeometry, load_geometry
 from k3stack.config.hardware import GIB, Hardware, load_catalogue
@@ -14,10 +14,11 @@ from k3stack.estimate.pools import PoolPlan, plan_pools, stage_block_layouts
 from k3stack.estimate.seconds import Efficiency, StepModel, load_efficiency
 from k3stack.estimate.sglang import SglangSettings
 from k3stack.estimate.work import Precision
-from k3stack.executor.modelled import ModelledExecutor
+from k3stack.executor.modelled.executor import ModelledExecutor
 from k3stack.memory import Memory
 from k3stack.scheduler.options import SchedulerOptions
-from k3stack.scheduler.policies import make_policy
+from k3stack.scheduler.policies.prefill_first import PrefillFirst
+from k3stack.scheduler.policy import Policy
 from k3stack.scheduler.scheduler import Scheduler
 from k3stack.simulator.deployment import Deployment, Disaggregated, Transfer, Unified
 from k3stack.simulator.events import EventQueue
@@ -37,7 +38,7 @@ class SimSettings:
 
     engine: EngineName = "k3"
     policy: str = "slo"
-    target: Target = Target()
+    target: Target = field(default_factory=Target)
     mixed: bool = False
     max_gap_s: float | None = None
     efficiency: str | None = None
@@ -76,7 +77,7 @@ class Builder:
             starts = [s.starts_s for s in specs for _ in range(s.servers * s.layout.dp)]
             up_from = starts if any(starts) else ()
             deployment = Unified(make_router(self.scenario.router), self.events, up_from)
-            deployment.servers = [s for spec in specs for s in self._servers(spec, deployment)]
+            deployment.members = [s for spec in specs for s in self._servers(spec, deployment)]
             return deployment
         router, second = make_router(self.scenario.router), make_router("least_loaded")
         deployment = Disaggregated(router, second, self.events, self._transfer(prefill))
@@ -96,17 +97,15 @@ class Builder:
         self.plans.append(plan)
         memory = Memory(plan, prefix_cache=spec.role != "decode")
         chunk = settings.chunk_tokens or spec.chunk_tokens
-        fields = {"context": self.geometry.context, "max_running": plan.max_running, "chunk_tokens": chunk}
-        fields |= {"check_when_idle": False, "max_queued": 1_000_000}
+        # Simulated arrivals are never turned away at the door: how long they wait is the answer.
+        fields: dict[str, Any] = {"context": self.geometry.context, "max_running": plan.max_running}
+        fields |= {"chunk_tokens": chunk, "check_when_idle": False, "max_queued": 1_000_000}
         if settings.engine == "sglang":
             options = SchedulerOptions.for_sglang(**fields)
         else:
             options = SchedulerOptions(**fields)
         price = self.price(spec)
-        policy = make_policy(
-            settings.policy, cost=price.model.seconds, target=settings.target, mixed=settings.mixed, max_gap_s=settings.max_gap_s
-        )
-        scheduler = Scheduler(memory, policy, options, self.events.clock)
+        scheduler = Scheduler(memory, self._policy(), options, self.events.clock)
         executor = ModelledExecutor(
             price,
             self.events.clock,
@@ -118,6 +117,11 @@ class Builder:
         return SimServer(
             name, scheduler, memory, executor, self.events, deployment.deliver, check_every=settings.check_every
         )
+
+    def _policy(self) -> Policy:
+        if self.settings.policy == "prefill-first":
+            return PrefillFirst(mixed=self.settings.mixed)
+        raise UserError(f"policy {self.settings.policy!r} is not known; known: prefill-first", param="policy")
 
     def layout(self, spec: ServerSpec) -> ParallelLayout:
         parallel = spec.layout
@@ -178,9 +182,7 @@ class Builder:
         ring = replay_ring_bytes(self.geometry, tp=layout.attn_tp, kda_layers=len(self.geometry.kda_layers))
         # A public DSPARK drafter: 5 layers of 16 cache heads of 64, keys and values, 16 bit, cut over the ranks.
         row = 5 * max(1, 16 // layout.attn_tp) * 2 * 64 * 2
-        return replace(
-            pools, draft_tokens=spec.drafter.block + 1, replay=True, ring_bytes=ring, draft_row_bytes=row
-        )
+        return replace(pools, draft_tokens=spec.drafter.block + 1, replay=True, ring_bytes=ring, draft_row_bytes=row)
 
     def _transfer(self, spec: ServerSpec) -> Transfer:
         assert self.scenario.transfer is not None

@@ -18,7 +18,10 @@ from k3stack.simulator.traffic import Traffic
 class Deployment(Protocol):
     """A way in for requests, and the servers behind it."""
 
-    servers: list[SimServer]
+    traffic: Traffic | None
+
+    @property
+    def servers(self) -> list[SimServer]: ...
 
     def submit(self, request: Request, session: int) -> None: ...
 
@@ -31,10 +34,14 @@ class Unified:
     """Servers that each do everything. ``up_from``: when each is started and ready (scaling), in seconds."""
 
     def __init__(self, router: Router, events: EventQueue, up_from: Sequence[float] = ()) -> None:
-        self.servers: list[SimServer] = []
+        self.members: list[SimServer] = []
         self.traffic: Traffic | None = None
         self._router, self._events, self._up_from = router, events, up_from
         self._late: list[tuple[Request, int]] = []
+
+    @property
+    def servers(self) -> list[SimServer]:
+        return self.members
 
     def submit(self, request: Request, session: int) -> None:
         ready = self._ready()
@@ -47,9 +54,9 @@ class Unified:
 
     def _ready(self) -> list[SimServer]:
         if not self._up_from:
-            return self.servers
+            return self.members
         now = self._events.clock.now()
-        return [s for s, up in zip(self.servers, self._up_from, strict=True) if up <= now]
+        return [s for s, up in zip(self.members, self._up_from, strict=True) if up <= now]
 
     def _release(self) -> None:
         late, self._late = self._late, []
@@ -76,7 +83,9 @@ class Transfer:
     latency_s: float
 
     def seconds(self, prompt_tokens: int) -> float:
-        return self.latency_s + (self.state_bytes + self.token_bytes * min(prompt_tokens, self.chunk_tokens)) / self.link
+        return (
+            self.latency_s + (self.state_bytes + self.token_bytes * min(prompt_tokens, self.chunk_tokens)) / self.link
+        )
 
 
 class Disaggregated:
@@ -96,10 +105,6 @@ class Disaggregated:
     @property
     def servers(self) -> list[SimServer]:
         return [*self.prefill, *self.decode]
-
-    @servers.setter
-    def servers(self, value: list[SimServer]) -> None:
-        self.prefill = value
 
     def submit(self, request: Request, session: int) -> None:
         self._requests[request.rid] = (request, session)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from k3stack.errors import UserError
@@ -47,7 +46,7 @@ def accept_shares(mean: float, block: int = 7) -> tuple[float, ...]:
         else:
             high = p
     p = (low + high) / 2
-    return tuple(p**k * (1 - p) for k in range(block)) + (p**block,)
+    return (*(p**k * (1 - p) for k in range(block)), p**block)
 
 
 class StepPrice:
@@ -63,13 +62,16 @@ class StepPrice:
         self.drafter = drafter
         self._rng = random.Random(seed)
         self._lengths = tuple(range(1, len(drafter.shares) + 1)) if drafter else ()
-        self.verified = 0
+        self._biased = tuple((k + 1) * s for k, s in enumerate(drafter.shares)) if drafter else ()
+        self.verified = 0.0
         self.accepted = 0.0
 
     def __call__(self, load: StepLoad) -> float:
         if self.drafter is None or not load.decode_rows:
             return self.model.seconds(load)
-        drafted = replace(load, verify=self.drafter.block + 1, samples=load.samples + load.decode_rows * self.drafter.block)
+        drafted = replace(
+            load, verify=self.drafter.block + 1, samples=load.samples + load.decode_rows * self.drafter.block
+        )
         whole = self.model.seconds(drafted)
         alone = 0.0
         if load.chunk_tokens:
@@ -78,10 +80,13 @@ class StepPrice:
 
     def _accepted(self, rows: int) -> float:
         assert self.drafter is not None
-        drawn: Sequence[int] = self._rng.choices(self._lengths, self.drafter.shares, k=rows)
-        self.verified += rows
-        self.accepted += sum(drawn)
-        return sum(drawn) / rows
+        # Steps are counted by tokens, verifications are what takes time: a token is as likely to come from a long
+        # acceptance as that is long. One row's draw is therefore size-biased, which makes the mean of 1 / sum exact.
+        drawn = sum(self._rng.choices(self._lengths, self.drafter.shares, k=rows - 1)) if rows > 1 else 0
+        drawn += self._rng.choices(self._lengths, self._biased)[0]
+        self.verified += rows / drawn * rows
+        self.accepted += rows
+        return drawn / rows
 
     def latency(self, load: StepLoad) -> float:
         """Seconds from a step's start to its result: all pipeline stages one after the other, and the hand-ons."""

@@ -73,7 +73,7 @@ class CacheAware:
 
 def make_router(policy: str) -> Router:
     """The router called ``policy``; UserError lists the known ones."""
-    known = {"round_robin": RoundRobin, "least_loaded": LeastLoaded, "cache_aware": CacheAware}
+    known: dict[str, type[Router]] = {"round_robin": RoundRobin, "least_loaded": LeastLoaded, "cache_aware": CacheAware}
     if policy not in known:
         raise UserError(f"router policy {policy!r} is not known; known: {', '.join(known)}", param="router")
     return known[policy]()

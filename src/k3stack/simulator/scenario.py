@@ -114,7 +114,9 @@ def load_scenario(name: str) -> Scenario:
             raise UserError(f"{path}: no such scenario file", param="scenario") from None
         except json.JSONDecodeError as e:
             raise UserError(f"{path}: not valid JSON (line {e.lineno}: {e.msg})", param="scenario") from None
-    raise UserError(f"no scenario named {name!r}; shipped: {', '.join(shipped)}; or give a .json file", param="scenario")
+    raise UserError(
+        f"no scenario named {name!r}; shipped: {', '.join(shipped)}; or give a .json file", param="scenario"
+    )
 
 
 def scenario_names() -> list[str]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
+from k3stack.executor.modelled.executor import ModelledExecutor, ModelledStep
 from k3stack.memory import Memory
 from k3stack.scheduler.loop import StepLoop
 from k3stack.scheduler.request import Event, Request
 from k3stack.scheduler.scheduler import Scheduler
+from k3stack.scheduler.seams import Executor
 from k3stack.simulator.events import EventQueue
 
 
@@ -25,11 +28,12 @@ class SimServer:
         *,
         check_every: int = 0,
     ) -> None:
-        """``deliver`` takes what the scheduler reports; ``check_every``: steps between checks of conservation (0: never)."""
+        """``deliver`` takes what the scheduler reports; ``check_every``: steps between checks (0: never)."""
         self.name = name
         self.scheduler = scheduler
         self.memory = memory
-        self.loop: StepLoop = StepLoop(scheduler, executor)
+        # The modelled executor takes only its own handles, as every executor does.
+        self.loop = StepLoop(scheduler, cast(Executor, executor))
         self.executor = executor
         self._events = events
         self._deliver = deliver

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from k3stack.errors import BugError
 from k3stack.estimate.work import StepLoad
 from k3stack.memory.ops import CopyState
-from k3stack.scheduler.plan import PLAN_VERSION, GroupPlan, GroupResult, RowResult, StepPlan, StepResult
+from k3stack.scheduler.plan import PLAN_VERSION, GroupPlan, GroupResult, RowResult, RowWork, StepPlan, StepResult
 from k3stack.scheduler.seams import Clock
 
 
@@ -34,6 +34,10 @@ class ModelledExecutor:
     servers looks at ``ModelledStep.finish`` instead and comes back then. Every sampled token is ``token``: lengths are
     the workload's business (``max_tokens`` with ``ignore_eos``). ``state_copy_s``: seconds of one copy of a state
     between steps. There are no scores and no log-probabilities.
+
+    ``follow``: sampled tokens are the row's last token plus one instead, so that a conversation's content is a range of
+    ids and a returning turn finds its prefix. ``latency``: seconds from a step's start to its result where that is
+    longer than the time it occupies the device (a pipeline, whose first stage is free for the next step earlier).
     """
 
     def __init__(
@@ -45,11 +49,16 @@ class ModelledExecutor:
         max_in_flight: int = 2,
         token: int = 0,
         state_copy_s: float = 0.0,
+        follow: bool = False,
+        latency: Callable[[StepLoad], float] | None = None,
     ) -> None:
         self.cost = cost
         self.clock = clock
         self.token = token
         self.state_copy_s = state_copy_s
+        self.latency = latency
+        self._last: npt.NDArray[np.int64] | None = np.zeros(rows, np.int64) if follow else None
+        self._done_at = 0.0
         self.busy_s = 0.0
         """Seconds the device has worked."""
         self._max_in_flight = max_in_flight
@@ -77,12 +86,14 @@ class ModelledExecutor:
         if self.state_copy_s:
             copies = sum(isinstance(op, CopyState) for op in (*group.before, *group.after))
             seconds += copies * self.state_copy_s
-        rows = tuple([RowResult(row=w.row, tokens=(self.token,) if w.sample else ()) for w in group.work])
+        rows = tuple([RowResult(row=w.row, tokens=(self._sampled(w),) if w.sample else ()) for w in group.work])
         result = StepResult(step=plan.step, groups=(GroupResult(tokens=self._tokens, rows=rows),), seconds=seconds)
         start = max(self.clock.now(), self._free_at)
         self._free_at = start + seconds
         self.busy_s += seconds
-        step = ModelledStep(plan.step, start, self._free_at, load, result)
+        through = seconds if self.latency is None else self.latency(load)
+        self._done_at = max(self._done_at, start + through)
+        step = ModelledStep(plan.step, start, self._done_at, load, result)
         self._queue.append(step)
         return step
 
@@ -100,6 +111,9 @@ class ModelledExecutor:
         if decode:
             context = int(lengths[self._index].sum())
             lengths[self._index] += 1
+            if self._last is not None:
+                self._last[self._index] += 1
+                self._tokens = tuple(self._last[self._index].tolist())
         rows, samples = len(decode), len(decode)
         chunk_rows = chunk_tokens = chunk_prefix = 0
         pairs = 0.0
@@ -124,6 +138,13 @@ class ModelledExecutor:
             chunk_pairs=pairs,
             samples=samples,
         )
+
+    def _sampled(self, work: RowWork) -> int:
+        """The token sampled after ``work``."""
+        if self._last is None:
+            return self.token
+        self._last[work.row] = (self._last[work.row] if work.ids is None else work.ids[-1]) + 1
+        return int(self._last[work.row])
 
     def masks(self, step: int, masks: Mapping[int, bytes]) -> None:
         """A modelled sampler needs none."""
