@@ -20,6 +20,7 @@ VERBS: dict[str, str] = {
     "serve": "serve a model over HTTP",
     "chat": "talk to a server from the terminal",
     "plan": "say before the boot what fits, and what to run",
+    "simulate": "say what a deployment would do under load, in virtual time",
     "bench": "load-test a server against a latency target",
 }
 """Verb -> what it does. The verb's module is ``k3stack.cli.<verb>``."""

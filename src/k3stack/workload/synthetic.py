@@ -5,7 +5,7 @@
 * ``interference``: 16 streams decode; after a quiet time one prompt a second for 24 s, each asking for one token.
 
 A third of the answers of the first two are tool calls. The study gives means and caps, not distributions: prompts
-are log-normal (sigma 0.5), answers spread between 16 and 512 tokens with the stated mean.
+are log-normal (sigma 0.7), answers spread between 16 and 512 tokens with the stated mean.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from k3stack.workload.sessions import Session, Turn, Workload
 
 NAMES = ("fresh", "long", "interference")
 TOOL_SHARE = 1 / 3
-PROMPT_MEAN, PROMPT_SIGMA, PROMPT_LOW, PROMPT_HIGH = 8_400, 0.5, 256, 65_536
+PROMPT_MEAN, PROMPT_SIGMA, PROMPT_LOW, PROMPT_HIGH = 8_400, 0.7, 256, 65_536
 ANSWER_MEAN, ANSWER_LOW, ANSWER_HIGH = 230, 16, 512
 HISTORY_MEAN, RETURN_MEAN = 118_000, 2_000
 STREAMS, QUIET_S, PROMPTS, STREAM_PROMPT = 16, 20.0, 24, 1_024

@@ -24,7 +24,7 @@ def test_truncated_exponential_mean(mean: int) -> None:
 
 
 def test_lognormal_mean_and_bounds() -> None:
-    x = lognormal(np.random.default_rng(2), 40_000, 8_400, 0.5, 256, 65_536)
+    x = lognormal(np.random.default_rng(2), 40_000, 8_400, 0.7, 256, 65_536)
     assert abs(x.mean() - 8_400) < 100
     assert x.min() >= 256 and x.max() <= 65_536
 
@@ -42,7 +42,7 @@ def test_fresh_is_seeded_and_a_third_are_tool_calls() -> None:
     assert a == synthetic.fresh(rate=2.0, duration_s=2_000, seed=7)
     assert a != synthetic.fresh(rate=2.0, duration_s=2_000, seed=8)
     turns = [s.turns[0] for s in a.sessions]
-    assert abs(np.mean([t.new_tokens for t in turns]) - 8_400) < 250
+    assert abs(np.mean([t.new_tokens for t in turns]) - 8_400) < 300
     assert abs(np.mean([t.output_tokens for t in turns]) - 230) < 12
     assert abs(np.mean([t.tool_call for t in turns]) - 1 / 3) < 0.04
 
