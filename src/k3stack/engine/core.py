@@ -10,14 +10,17 @@ import dataclasses
 import random
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from k3stack.chat import Tokenizer
+from k3stack.chat.masks import GrammarSession
 from k3stack.config.sampling import SamplingParams
 from k3stack.engine import messages as msg
+from k3stack.engine.constraints import Constraints
 from k3stack.engine.stops import ContentText, RawText, StopMatcher
 from k3stack.errors import UserError
 from k3stack.memory import Memory
@@ -25,6 +28,8 @@ from k3stack.scheduler import FinishEvent, Request, Scheduler, SchedulerOptions,
 from k3stack.scheduler.policy import Policy
 from k3stack.scheduler.seams import Executor
 
+COMPILE_WAIT_S = 0.02
+"""How long a turn waits for a grammar when there is nothing else to do."""
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 _SEED_MASK = (1 << 64) - 1
 
@@ -80,7 +85,9 @@ class EngineCore:
         self.executor = executor
         self._setup = setup
         self.scheduler = Scheduler(memory, policy, options, WallClock(), stopper=self._stop)
-        self._loop = StepLoop(self.scheduler, executor)
+        self._constraints = None if setup.tokenizer is None else Constraints(setup.tokenizer)
+        self._loop = StepLoop(self.scheduler, executor, self._constraints)
+        self._compiling: dict[str, tuple[msg.Submit, Future[list[GrammarSession]]]] = {}
         self._live: dict[str, _Live] = {}
         self._choices: dict[str, _Choice] = {}
         self._outputs: list[msg.Output] = []
@@ -102,31 +109,69 @@ class EngineCore:
         except UserError as error:
             self._refuse(submit, str(error))
             return
+        if submit.grammar is None:
+            self._start(submit, [])
+        else:
+            assert self._constraints is not None
+            future = self._constraints.compile(submit.grammar, submit.sampling.n)
+            self._compiling[submit.rid] = submit, future
+
+    def _start(self, submit: msg.Submit, sessions: Sequence[GrammarSession]) -> None:
+        """Give the request to the scheduler. ``sessions``: one a choice where it has a grammar."""
         live = self._live[submit.rid] = _Live(submit)
         requests = [self._request(live, index) for index in range(submit.sampling.n)]
+        for request, session in zip(requests, sessions, strict=False):
+            assert self._constraints is not None
+            self._constraints.follow(request.rid, session)
         # The others wait until the first has computed the prompt: then they find it in the cache.
         live.held = requests[1:]
         self.scheduler.submit(requests[0])
         self._collect()
 
+    def _start_compiled(self, timeout_s: float | None) -> None:
+        """Start the requests whose grammar is ready, after waiting at most ``timeout_s`` for one to be."""
+        if timeout_s is not None:
+            wait([future for _, future in self._compiling.values()], timeout_s, "FIRST_COMPLETED")
+        for rid, (submit, future) in list(self._compiling.items()):
+            if not future.done():
+                continue
+            del self._compiling[rid]
+            try:
+                self._start(submit, future.result())
+            except UserError as error:
+                self._refuse(submit, str(error))
+
     def abort(self, rid: str) -> None:
         """End every choice of ``rid``; unknown or ended requests are ignored."""
         live = self._live.get(rid)
         if live is None:
+            self._abort_compiling(rid)
             return
         self._release(live)
         for choice in list(live.open):
             self.scheduler.abort(choice)
         self._collect()
 
+    def _abort_compiling(self, rid: str) -> None:
+        if (entry := self._compiling.pop(rid, None)) is None:
+            return
+        submit, future = entry
+        future.cancel()
+        for index in range(submit.sampling.n):
+            self._outputs.append(
+                msg.Output(rid=rid, choice=index, finish_reason="abort", prompt_tokens=len(submit.prompt_ids))
+            )
+
     def turn(self) -> bool:
         """Plan, run and commit about one step; False when there is nothing to do. What the executor raises passes
         through, after every open request has got its end."""
+        if self._compiling:
+            self._start_compiled(COMPILE_WAIT_S if self.scheduler.idle else None)
         try:
             busy = self._loop.turn()
         finally:
             self._collect()
-        return busy or not self.scheduler.idle
+        return busy or bool(self._compiling) or not self.scheduler.idle
 
     def take_outputs(self) -> list[msg.Output]:
         """What has happened since the last call, in order."""
@@ -149,6 +194,8 @@ class EngineCore:
 
     def drain(self) -> None:
         """Take no new requests; those accepted run to their end."""
+        while self._compiling:
+            self._start_compiled(COMPILE_WAIT_S)
         for live in list(self._live.values()):
             self._release(live)
         self.scheduler.drain()
@@ -159,15 +206,17 @@ class EngineCore:
 
     def close(self) -> None:
         """End everything that is open, let the steps in flight finish, free the device."""
-        for rid in list(self._live):
+        for rid in [*self._compiling, *self._live]:
             self.abort(rid)
         while self._loop.turn():
             pass
         self.executor.close()
+        if self._constraints is not None:
+            self._constraints.close()
 
     def _check(self, submit: msg.Submit) -> None:
         params, vocab = submit.sampling.validate(), self._setup.vocab
-        if submit.rid in self._live:
+        if submit.rid in self._live or submit.rid in self._compiling:
             raise UserError(f"request id {submit.rid!r} is in use", param="rid")
         if submit.prompt_ids and not 0 <= min(submit.prompt_ids) <= max(submit.prompt_ids) < vocab:
             bad = next(i for i in submit.prompt_ids if not 0 <= i < vocab)
@@ -181,8 +230,8 @@ class EngineCore:
             raise UserError("stop strings need a tokenizer, and this model has none; use stop_token_ids", param="stop")
         if "" in params.stop:
             raise UserError("a stop string is empty", param="stop")
-        if submit.grammar is not None:
-            raise UserError("constrained output is not available in this engine", param="grammar")
+        if submit.grammar is not None and self._setup.tokenizer is None:
+            raise UserError("constrained output needs a tokenizer, and this model has none", param="grammar")
 
     def _refuse(self, submit: msg.Submit, message: str) -> None:
         for index in range(submit.sampling.n):
@@ -211,6 +260,7 @@ class EngineCore:
             sampling=params,
             priority=submit.priority,
             eos_ids=self._setup.eos_ids,
+            masked=submit.grammar is not None,
         )
 
     def _own_params(self, params: SamplingParams, index: int) -> SamplingParams:
@@ -307,6 +357,8 @@ class EngineCore:
         )
         live = self._live[rid]
         del live.open[choice.rid], self._choices[choice.rid]
+        if self._constraints is not None:
+            self._constraints.forget(choice.rid)
         self._release(live)
         if not live.open:
             del self._live[rid]

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from k3stack.chat.grammar import OutputGrammar
 from k3stack.config.sampling import SamplingParams
 from k3stack.errors import CheckpointError, DoesNotFit, UserError
 from k3stack.scheduler.plan import TokenLogprobs
@@ -22,15 +23,6 @@ USER_ERRORS: dict[str, type[UserError]] = {
 }
 """Errors of the user's making that a starting engine reports, by ``Died.kind``."""
 FinishReason = Literal["stop", "length", "abort", "rejected", "error"]
-
-
-class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the output must match. ``source`` is a JSON schema, a regular expression or a Lark grammar."""
-
-    kind: Literal["json_schema", "regex", "lark"]
-    source: str
-    after_thinking: bool = False
-    """True: the constraint engages where visible content begins; what is thought before is free."""
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
@@ -45,7 +37,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """Where stop strings are looked for: in the raw decoded text, or in the visible content alone."""
     thinking: bool = False
     """The prompt leaves the model inside its thinking (needed to tell content from reasoning)."""
-    grammar: GrammarSpec | None = None
+    grammar: OutputGrammar | None = None
+    """What the output must match; see ``chat.grammar``."""
     first_token_target_s: float | None = None
     token_target_s: float | None = None
 
