@@ -80,7 +80,7 @@ class MemoryStats:
     nodes: int
     """Full pages in the prefix tree."""
     opens: int
-    """hits + misses + pages_without_snapshot."""
+    """Rows that were opened and got room to start: hits + misses + pages_without_snapshot."""
     hits: int
     """Opens that reused at least one token."""
     misses: int

@@ -26,7 +26,7 @@ from k3stack.memory.audit import audit, measure
 from k3stack.memory.keeping import Keeper
 from k3stack.memory.ops import ClearState, CopyPage, CopyState, Op, SetPage, SetState
 from k3stack.memory.pages import Pages
-from k3stack.memory.retention import Ranking, Recency, Retention, Worth, kind_of
+from k3stack.memory.retention import Ranking, Recency, Retention, Worth
 from k3stack.memory.reuse import Hit, explain, find
 from k3stack.memory.room import Room
 from k3stack.memory.rows import NEVER, Row
@@ -140,17 +140,18 @@ class Memory:
             self.counters.refused += 1
             return None
         hit = self._find(tokens)
-        kind = kind_of(hit.snapshot) if hit.snapshot is not None else 0
-        row = Row(NO_BLOCK, len(tokens), hit.node)
+        row = Row(NO_BLOCK, len(tokens), hit)
+        row.lesson = self._retention.learn(hit.snapshot, self._retention.find_ghost(tokens, hit.node.depth))
         self._tree.lock_path(hit.node)
         ops: list[Op] = []
         if not self._take(row, hit, ops):
             self._tree.unlock_path(hit.node)
+            self._retention.unlearn(row.lesson)
             self._owed += ops
             self.counters.refused += 1
             return None
         self._rows[seq] = row
-        self._remember(row, tokens, hit, kind)
+        self._place(row, hit)
         pages = tuple(row.pages) if self.has_pages else ()
         return Opened(row.block, pages, hit.position, self._with_owed(ops))
 
@@ -209,9 +210,9 @@ class Memory:
         self.counters.consumed += 1
         return True
 
-    def _remember(self, row: Row, tokens: Ids, hit: Hit, kind: int) -> None:
-        """Counters, what retention learns from this open, and where the row stands."""
-        count, width = self.counters, self.page_tokens
+    def _place(self, row: Row, hit: Hit) -> None:
+        """Where the row stands: its page table, and what comes next."""
+        width = self.page_tokens
         path: list[int] = []
         step: Node | None = hit.node
         while step is not None and step.depth:
@@ -223,22 +224,24 @@ class Memory:
         row.capacity = len(row.pages) * width
         row.length = row.kept_to = hit.position
         row.next_event = (row.shared + 1) * width if self.prefix_cache else NEVER
-        beyond = hit.pages_only - hit.position
-        if hit.forked and self.has_states and beyond >= self._interval and hit.pages_only < len(tokens):
-            row.branch = hit.pages_only
-        self._retention.now += 1
+        if self.has_states and hit.forked and hit.pages_only - hit.position >= self._interval:
+            row.branch = hit.pages_only if hit.pages_only < row.prompt else 0
+
+    def _start(self, row: Row, hit: Hit) -> None:
+        """The row's first room is found, so it does start, and counts."""
+        count = self.counters
+        row.opening = None
         if hit.snapshot is not None:
-            row.returning = self._retention.hit(hit.snapshot, kind)
-        ghost = self._retention.find_ghost(tokens, hit.node.depth)
-        if ghost is not None:
-            self._retention.ghost_returned(ghost)
-            row.returning = True
-            count.evicted_misses += 1
+            hit.snapshot.promised = False
+        if row.lesson is not None:
+            row.returning = row.lesson.returning
+            count.evicted_misses += row.lesson.ghost is not None
+            row.lesson = None
         count.opens += 1
-        count.prompt_tokens += len(tokens)
+        count.prompt_tokens += row.prompt
         count.cached_tokens += hit.position
         if self.has_states:
-            count.tokens_without_snapshot += beyond
+            count.tokens_without_snapshot += hit.pages_only - hit.position
         if hit.position:
             count.hits += 1
         elif hit.pages_only:
@@ -250,6 +253,8 @@ class Memory:
         """Room for rows up to ``length`` tokens; None: no room now, and nothing has changed."""
         row = self._rows[seq]
         if length <= row.capacity:
+            if row.opening is not None:
+                self._start(row, row.opening)
             return Extended((), self._with_owed([])) if self._owed else NOTHING
         count = -(-(length - row.capacity) // self.page_tokens)
         ops: list[Op] = []
@@ -257,6 +262,8 @@ class Memory:
             self._owed += ops
             self.counters.refused += 1
             return None
+        if row.opening is not None:
+            self._start(row, row.opening)
         pages = self._room.take_pages(count)
         row.pages += pages
         row.capacity += count * self.page_tokens
@@ -342,6 +349,8 @@ class Memory:
         self._tree.unlock_path(row.node)
         if row.held is not None:
             self._let_go(row.held)
+        if row.opening is not None and row.lesson is not None:
+            self._retention.unlearn(row.lesson)
         if not keep:
             self._keeper.prune(row)
         self._room.sweep()

@@ -45,9 +45,30 @@ def age_bin(age: int) -> int:
     return min(2 * bits - 3 + (age >> (bits - 2) & 1), BINS - 1)
 
 
+GhostKey = tuple[int, Ids]
+"""Depth in pages, and the ids of the last page."""
+
+
 class Ghost(NamedTuple):
+    """What is remembered of an evicted tip."""
+
     last: int
     kind: int
+
+
+class Lesson(NamedTuple):
+    """What an open taught, to be taken back if its row does not start."""
+
+    snapshot: Snapshot | None
+    kind: int
+    last: int
+    key: GhostKey | None
+    ghost: Ghost | None
+
+    @property
+    def returning(self) -> bool:
+        """The row continues a path at its tip, kept or evicted."""
+        return self.ghost is not None or (self.snapshot is not None and self.kind not in (INNER, FORK))
 
 
 def kind_of(snapshot: Snapshot) -> int:
@@ -62,7 +83,7 @@ def kind_of(snapshot: Snapshot) -> int:
 class Ranking(Protocol):
     """Orders snapshots; the lowest rank goes first."""
 
-    def refresh(self, tree: PrefixTree, ghosts: OrderedDict[tuple[int, Ids], Ghost], now: int) -> None:
+    def refresh(self, tree: PrefixTree, ghosts: OrderedDict[GhostKey, Ghost], now: int) -> None:
         """Bring what was learned up to date, before ranks are asked for in bulk."""
         ...
 
@@ -73,8 +94,8 @@ class Ranking(Protocol):
         than ``than``: the whole of it, not by the page, since that is what goes for it."""
         ...
 
-    def returned(self, kind: int, age: int) -> None:
-        """A prefix of this kind was asked for again at this age."""
+    def returned(self, kind: int, age: int, times: float = 1.0) -> None:
+        """A prefix of this kind was asked for again at this age (``times`` -1: it was not, after all)."""
         ...
 
     def ended(self, kind: int, age: int) -> None:
@@ -85,7 +106,7 @@ class Ranking(Protocol):
 class Recency:
     """Least recent use."""
 
-    def refresh(self, tree: PrefixTree, ghosts: OrderedDict[tuple[int, Ids], Ghost], now: int) -> None:
+    def refresh(self, tree: PrefixTree, ghosts: OrderedDict[GhostKey, Ghost], now: int) -> None:
         return
 
     def rank(self, snapshot: Snapshot, now: int) -> float:
@@ -94,7 +115,7 @@ class Recency:
     def better(self, gain: int, fork: bool, than: Snapshot, now: int) -> bool:
         return True
 
-    def returned(self, kind: int, age: int) -> None:
+    def returned(self, kind: int, age: int, times: float = 1.0) -> None:
         return
 
     def ended(self, kind: int, age: int) -> None:
@@ -113,20 +134,21 @@ class Worth:
         self._learned_at = (-1, -1)
         self._index = [gittins([p] * BINS) for p in PRIOR]
 
-    def returned(self, kind: int, age: int) -> None:
-        self._count(self._returns[kind], kind, age)
+    def returned(self, kind: int, age: int, times: float = 1.0) -> None:
+        self._count(self._returns[kind], kind, age, times)
 
     def ended(self, kind: int, age: int) -> None:
-        self._count(self._ends[kind], kind, age)
+        self._count(self._ends[kind], kind, age, 1.0)
 
-    def _count(self, bins: list[float], kind: int, age: int) -> None:
-        bins[age_bin(age)] += 1.0
+    def _count(self, bins: list[float], kind: int, age: int, times: float) -> None:
+        at = age_bin(age)
+        bins[at] = max(0.0, bins[at] + times)
         self._events += 1
         if sum(self._returns[kind]) + sum(self._ends[kind]) > FORGET_AT:
             self._returns[kind] = [v / 2 for v in self._returns[kind]]
             self._ends[kind] = [v / 2 for v in self._ends[kind]]
 
-    def refresh(self, tree: PrefixTree, ghosts: OrderedDict[tuple[int, Ids], Ghost], now: int) -> None:
+    def refresh(self, tree: PrefixTree, ghosts: OrderedDict[GhostKey, Ghost], now: int) -> None:
         """Relearn when the counts, or the ages of what still waits for a return, have grown by an eighth."""
         events, at = self._learned_at
         if self._events - events <= events // 8 and now - at <= max(1, at // 8, len(tree.snapshots) // 4):
@@ -205,7 +227,7 @@ class Retention:
         self._tree = tree
         self._ranking = ranking
         self._most_ghosts = ghosts
-        self.ghosts: OrderedDict[tuple[int, Ids], Ghost] = OrderedDict()
+        self.ghosts: OrderedDict[GhostKey, Ghost] = OrderedDict()
         self.now = 0
         """Opens so far."""
         # Lowest rank last. Ranks move with age, so an entry's is looked at again when it is about to go, and all are
@@ -252,15 +274,34 @@ class Retention:
         self._counter += 1
         insort(self._queue, (-self._ranking.rank(snapshot, self.now), self._counter, snapshot))
 
-    def hit(self, snapshot: Snapshot, kind: int) -> bool:
-        """A row reuses ``snapshot``, which was of ``kind``; True when that continues a path at its tip."""
-        self._ranking.returned(kind, self.now - snapshot.last)
-        snapshot.last = self.now
-        snapshot.promised = False
-        if kind in (INNER, FORK):
-            snapshot.forks += 1
-        self.changed(snapshot)
-        return kind not in (INNER, FORK)
+    def learn(self, snapshot: Snapshot | None, key: GhostKey | None) -> Lesson:
+        """A row opens that can reuse ``snapshot``, and continues the evicted tip ``key``. Called before the row locks
+        its path, and before room is made for it."""
+        self.now += 1
+        kind = kind_of(snapshot) if snapshot is not None else INNER
+        ghost = self.ghosts.pop(key) if key is not None else None
+        lesson = Lesson(snapshot, kind, snapshot.last if snapshot is not None else 0, key, ghost)
+        if ghost is not None:
+            self._ranking.returned(ghost.kind, self.now - ghost.last)
+        if snapshot is not None:
+            self._ranking.returned(kind, self.now - snapshot.last)
+            snapshot.last = self.now
+            if kind in (INNER, FORK):
+                snapshot.forks += 1
+        return lesson
+
+    def unlearn(self, lesson: Lesson) -> None:
+        """The row did not start after all."""
+        snapshot, ghost = lesson.snapshot, lesson.ghost
+        if ghost is not None and lesson.key is not None:
+            self._ranking.returned(ghost.kind, self.now - ghost.last, -1.0)
+            self.ghosts[lesson.key] = ghost
+        if snapshot is not None:
+            self._ranking.returned(lesson.kind, self.now - lesson.last, -1.0)
+            snapshot.last = lesson.last
+            if lesson.kind in (INNER, FORK):
+                snapshot.forks -= 1
+        self.now -= 1
 
     def evicted(self, snapshot: Snapshot) -> None:
         """``snapshot`` is about to go; a tip leaves its ghost."""
@@ -273,7 +314,7 @@ class Retention:
             _, old = self.ghosts.popitem(last=False)
             self._ranking.ended(old.kind, self.now - old.last)
 
-    def find_ghost(self, ids: Ids, beyond: int) -> tuple[int, Ids] | None:
+    def find_ghost(self, ids: Ids, beyond: int) -> GhostKey | None:
         """The deepest ghost on the prefix ``ids``, more than ``beyond`` pages deep."""
         ghosts, width = self.ghosts, self._tree.page_tokens
         if not ghosts:
@@ -283,12 +324,6 @@ class Retention:
             if key in ghosts:
                 return key
         return None
-
-    def ghost_returned(self, key: tuple[int, Ids]) -> int:
-        """A prompt continues a prefix whose snapshot was evicted; returns its age in opens."""
-        ghost = self.ghosts.pop(key)
-        self._ranking.returned(ghost.kind, self.now - ghost.last)
-        return self.now - ghost.last
 
     def clear(self) -> None:
         """Forget the ghosts; what was learned of the traffic stays."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from k3stack.memory.retention import Lesson
+from k3stack.memory.reuse import Hit
 from k3stack.memory.tree import Node, Snapshot
 
 NEVER = 1 << 62
@@ -15,18 +17,19 @@ class Row:
     """
 
     __slots__ = (
-        "block", "branch", "capacity", "decode_snapshot", "held", "kept_to", "length", "matched", "next_event", "node",
-        "pages", "pending", "pinned", "prompt", "returning", "shared", "taken", "tracking",
+        "block", "branch", "capacity", "decode_snapshot", "held", "kept_to", "length", "lesson", "matched",
+        "next_event", "node", "opening", "pages", "pending", "pinned", "prompt", "returning", "shared", "taken",
+        "tracking",
     )  # fmt: skip
 
-    def __init__(self, block: int, prompt: int, node: Node) -> None:
+    def __init__(self, block: int, prompt: int, hit: Hit) -> None:
         self.block = block
         self.tracking: list[int] = []
         """Behaviour sglang: further state slots it holds."""
         self.pages: list[int] = []
         self.shared = 0
-        self.node = node
-        self.matched = node.depth
+        self.node: Node = hit.node
+        self.matched = hit.node.depth
         """Depth of the path found at ``open``."""
         self.prompt = prompt
         self.capacity = 0
@@ -47,6 +50,10 @@ class Row:
         """The last one on the decode grid; the next takes its place."""
         self.held: Snapshot | None = None
         """Behaviour sglang: the snapshot it began from stays locked."""
+        self.opening: Hit | None = hit
+        """What it found at ``open``, until its first ``extend``: only then is it counted as started."""
+        self.lesson: Lesson | None = None
+        """What retention learned from that open."""
         self.returning = False
         """It continues a path that was kept or has been evicted, rather than beginning one."""
         self.pinned: list[int] = []
