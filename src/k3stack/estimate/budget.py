@@ -64,7 +64,9 @@ def total_band_gib() -> float:
     return float(_data()["total_band_gib"])
 
 
-def overheads(engine: SizingEngine, *, sm: int, dcp: int = 1, drafter: bool = False) -> tuple[Term, ...]:
+def overheads(
+    engine: SizingEngine, *, sm: int, dcp: int = 1, drafter: bool = False, ranks: int = 1
+) -> tuple[Term, ...]:
     """The overheads that apply, as positive GiB. Source: ``data/overheads.json``."""
     found: dict[str, Term] = {}
     for raw in _data()["overheads"]:
@@ -73,6 +75,7 @@ def overheads(engine: SizingEngine, *, sm: int, dcp: int = 1, drafter: bool = Fa
             engine in raw["engines"]
             and sm >= when.get("sm_min", 0)
             and dcp >= when.get("dcp_min", 1)
+            and ranks >= when.get("ranks_min", 1)
             and (drafter or not when.get("drafter", False))
         )
         if fits and raw["id"] not in found:
@@ -119,9 +122,10 @@ def assumed_budget(
     dcp: int = 1,
     drafter: bool = False,
     feature_buffer: bool = False,
+    ranks: int = 1,
 ) -> Budget:
     """The budget from the catalogue's memory and the stated overheads. May come out negative: it does not fit then."""
-    extra = overheads(engine, sm=gpu.sm, dcp=dcp, drafter=drafter)
+    extra = overheads(engine, sm=gpu.sm, dcp=dcp, drafter=drafter, ranks=ranks)
     memory = gpu.memory_gib
     terms = [Term(f"{gpu.name} memory as the driver shows it", memory)]
     if engine == "vllm":

@@ -6,6 +6,7 @@ from typing import Any
 
 from k3stack.config.hardware import GIB, MIB
 from k3stack.estimate.collectives import collectives
+from k3stack.estimate.headers import has_files, header_totals
 from k3stack.planner.launch import commands
 from k3stack.planner.plan import Plan
 from k3stack.planner.recommend import Candidate, Recommendation, alternatives
@@ -180,6 +181,8 @@ def notes(plan: Plan) -> list[str]:
         found.append(f"{setup.drafter.name}: its shape is not public; DSPARK's sizes stand in")
     if plan.pool_plan is not None:
         found += plan.pool_plan.notes
+    if has_files(setup.model):
+        found.append(f"{setup.model}: {header_totals(setup.model, setup.geometry).sentence()}")
     return found
 
 

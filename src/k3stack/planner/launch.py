@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 
 from k3stack.config.layout import SizingEngine
-from k3stack.planner.plan import Plan
+from k3stack.estimate.budget import K3_FRACTION, VLLM_UTILIZATION
+from k3stack.planner.plan import Plan, make_plan
 
 HEAD_PORT = 20000
 ENGINES: tuple[SizingEngine, ...] = ("k3", "sglang", "vllm")
@@ -15,13 +17,28 @@ ENGINES: tuple[SizingEngine, ...] = ("k3", "sglang", "vllm")
 
 def commands(plan: Plan) -> dict[str, list[str]]:
     """Engine -> commands, one a node (and one a copy where several copies share a node)."""
-    found: dict[str, list[str]] = {engine: _for_engine(plan, engine) for engine in ENGINES}
     command = plan.setup.command
     if plan.setup.own is not None:
         found = {"k3": [shlex.join(["k3", "serve", *_words(_k3(plan))])]}
+    else:
+        found = {engine: _for_engine(as_engine(plan, engine), engine) for engine in ENGINES}
     if command is not None and command.words and plan.setup.engine == command.engine:
         found[command.engine] = _as_given(plan)
     return found
+
+
+def as_engine(plan: Plan, engine: SizingEngine) -> Plan:
+    """The same layout planned by another engine's rules, at that engine's usual memory fraction."""
+    setup = plan.setup
+    if engine == setup.engine:
+        return plan
+    fraction = VLLM_UTILIZATION if engine == "vllm" else K3_FRACTION
+    settings = replace(setup.settings, draft_tokens=0) if engine != "sglang" else setup.settings
+    other = replace(
+        setup, engine=engine, fraction=fraction, settings=settings, max_running=None, command=None, flags={},
+        drafter=setup.drafter if engine == "sglang" else None,
+    )  # fmt: skip
+    return make_plan(other, plan.tokens, balance=engine == "sglang")
 
 
 def _as_given(plan: Plan) -> list[str]:
@@ -86,7 +103,6 @@ def _words(flags: Mapping[str, object]) -> list[str]:
 def _sglang(plan: Plan) -> dict[str, object]:
     setup, layout = plan.setup, plan.setup.layout
     hopper = not setup.hardware.gpu.blackwell
-    ratio = setup.settings.ratio if setup.engine == "sglang" else plan.ratio_balanced()
     return {
         "--model-path": setup.model,
         "--trust-remote-code": True,
@@ -104,8 +120,8 @@ def _sglang(plan: Plan) -> dict[str, object]:
         "--attention-backend": "flashmla" if hopper else None,
         "--kv-cache-dtype": "fp8_e4m3" if setup.row_itemsize == 1 else None,
         "--mamba-ssm-dtype": "bfloat16" if setup.state_itemsize == 2 else None,
-        "--mem-fraction-static": f"{setup.fraction if setup.engine == 'sglang' else 0.85:.3g}",
-        "--mamba-full-memory-ratio": f"{ratio:.3g}",
+        "--mem-fraction-static": f"{setup.fraction:.3g}",
+        "--mamba-full-memory-ratio": f"{setup.settings.ratio:.3g}",
         "--speculative-algorithm": setup.drafter.algorithm if setup.drafter else None,
         "--speculative-draft-model-path": setup.drafter.name if setup.drafter else None,
         "--enable-linear-replayssm-spec": bool(setup.drafter) and setup.role != "prefill",
@@ -123,7 +139,7 @@ def _vllm(plan: Plan) -> dict[str, object]:
         "--data-parallel-size": layout.dp if layout.dp > 1 else None,
         "--enable-expert-parallel": layout.ep > 1 or (layout.tp >= 16),
         "--decode-context-parallel-size": layout.dcp if layout.dcp > 1 else None,
-        "--gpu-memory-utilization": f"{setup.fraction if setup.engine == 'vllm' else 0.9:.3g}",
+        "--gpu-memory-utilization": f"{setup.fraction:.3g}",
         "--kv-cache-dtype": "fp8" if setup.row_itemsize == 1 and setup.hardware.gpu.blackwell else None,
         "--max-num-seqs": max(1, running) if running else None,
         "--max-model-len": min(setup.context, max(8192, plan.cache_tokens)) if plan.pool_plan else None,
@@ -144,7 +160,7 @@ def _k3(plan: Plan) -> dict[str, object]:
         "--dcp-size": layout.dcp if layout.dcp > 1 else None,
         "--attn-dp-size": layout.dp if layout.dp > 1 else None,
         "--mamba-ssm-dtype": "bfloat16" if setup.state_itemsize == 2 else None,
-        "--mem-fraction-static": f"{setup.fraction if setup.engine == 'k3' else 0.85:.3g}",
+        "--mem-fraction-static": f"{setup.fraction:.3g}",
         "--max-running-requests": max(1, plan.admission.requests) if plan.admission else None,
         "--host": "0.0.0.0",
     }

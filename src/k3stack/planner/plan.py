@@ -239,6 +239,7 @@ def _budget(setup: Setup, weights: WeightPlan, draft_bytes: int) -> Budget:
         dcp=setup.layout.dcp,
         drafter=setup.drafter is not None,
         feature_buffer=setup.feature_buffer,
+        ranks=setup.layout.gpus,
     )
 
 
