@@ -151,11 +151,17 @@ class StepModel:
 
 
 def _slowest_link(hardware: Hardware, layout: ParallelLayout) -> float:
-    """Bytes a second, one direction, of the slowest link that a sum over the tp ranks crosses, a GPU."""
+    """Bytes a second, one direction, of the slowest link that a sum over the tp ranks crosses, a GPU.
+
+    Between servers a sum runs as one ring a network port, each over all ranks with its share of the bytes, so that
+    the ports of a server add up.
+    """
     gpu = hardware.gpu
     if layout.tp <= hardware.gpus_per_node:
         return gpu.node_link
-    return gpu.domain_link if layout.tp <= gpu.nvlink_domain else gpu.network_link
+    if layout.tp <= gpu.nvlink_domain:
+        return gpu.domain_link
+    return min(gpu.node_link, gpu.network_link * hardware.gpus_per_node)
 
 
 @lru_cache(maxsize=1)

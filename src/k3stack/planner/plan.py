@@ -276,15 +276,7 @@ def _solve(
         pools, pool_plan = _pools(setup, stages, budget.bytes, split)
     except DoesNotFit as e:
         floor = budget_floor_bytes(setup, slot, cell, per_request, stages[0].page_rows)
-        left = setup.hardware.gpu.memory_gib - weights.gib_per_gpu
-        reason = (
-            f"{weights.gib_per_gpu:.1f} GiB of weights on a GPU of {setup.hardware.gpu.memory_gib:.1f} GiB leave "
-            f"{left:.1f} GiB for everything else"
-            if budget.assumed
-            else str(e)
-        )
-        if budget.assumed:
-            reason += f", and {budget.gib:.1f} GiB for states and cache; one request needs {floor / GIB:.2f} GiB"
+        reason = _shortage(setup, weights, budget, floor) if budget.assumed else str(e)
         return replace(base, missing_gib=max(0.0, floor / GIB - budget.gib), reason=reason)
     return replace(
         base,
@@ -292,6 +284,19 @@ def _solve(
         pool_plan=pool_plan,
         admission=admitted(pool_plan, tokens),
         with_snapshots=admitted(pool_plan, tokens, snapshots=1),
+    )
+
+
+def _shortage(setup: Setup, weights: WeightPlan, budget: Budget, floor: float) -> str:
+    """Why an assumed budget does not do: the weights alone, or what they leave."""
+    memory = setup.hardware.gpu.memory_gib
+    left = memory - weights.gib_per_gpu
+    start = f"{weights.gib_per_gpu:.1f} GiB of weights on a GPU of {memory:.1f} GiB"
+    if left < 0:
+        return f"{start}: {-left:.1f} GiB too many before anything else"
+    return (
+        f"{start} leave {left:.1f} GiB for everything else, and {budget.gib:.1f} GiB for states and cache; one request "
+        f"needs {floor / GIB:.2f} GiB"
     )
 
 

@@ -51,7 +51,7 @@ def test_impossible_recipe_is_refused_by_name(cell: dict[str, Any]) -> None:
 def test_recipe_that_does_not_fit_says_what_is_left(cell: dict[str, Any]) -> None:
     plan = planned(cell)
     assert not plan.fits and plan.missing_gib > 0
-    assert "GiB for everything else" in plan.reason
+    assert "else" in plan.reason and f"{plan.weights.gib_per_gpu:.1f} GiB of weights" in plan.reason
 
 
 def test_attention_dp_on_eight_b300_names_what_is_left() -> None:

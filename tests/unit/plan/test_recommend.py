@@ -34,7 +34,7 @@ def test_what_is_rejected_says_why() -> None:
     found = answer("sglang", "8xB300")
     reasons = {r.layout: r for r in found.rejected}
     assert "2 × tp4" in reasons and reasons["2 × tp4"].missing_gib > 100
-    assert "GiB for everything else" in reasons["2 × tp4"].reason
+    assert "103.5 GiB too many before anything else" in reasons["2 × tp4"].reason
     labels = [c.plan.setup.layout.label for c in found.layouts]
     assert "tp8" in labels and "tp8 dcp8" in labels
     assert not set(labels) & set(reasons)
