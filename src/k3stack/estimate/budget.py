@@ -130,12 +130,12 @@ def assumed_budget(
     terms = [Term(f"{gpu.name} memory as the driver shows it", memory)]
     if engine == "vllm":
         held = memory * fraction
-        terms.append(Term(f"kept outside by --gpu-memory-utilization {fraction:g}", held - memory))
+        terms.append(Term(f"kept outside by --gpu-memory-utilization {fraction:.3g}", held - memory))
     else:
         before, extra = extra[0], extra[1:]
         terms.append(Term(before.what, -before.gib, before.band_gib, before.source))
         terms.append(
-            Term(f"kept outside by --mem-fraction-static {fraction:g}", (fraction - 1) * (memory - before.gib))
+            Term(f"kept outside by --mem-fraction-static {fraction:.3g}", (fraction - 1) * (memory - before.gib))
         )
     terms.append(Term("weights of the model", -weights_bytes / GIB))
     if draft_bytes:

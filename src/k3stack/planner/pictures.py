@@ -164,10 +164,11 @@ def _figures_panel(axes: Any, plan: Plan) -> None:
     ]
     if plan.fits:
         band = f" ± {plan.budget.band_gib:g}" if plan.budget.assumed else ""
+        alone = ("" if plan.pools else " alone") + (f" on each of {plan.workers}" if plan.workers > 1 else "")
         lines += [
             ("for states and cache", f"{plan.budget.gib:,.1f}{band} GiB"),
-            ("states", f"{plan.state_slots:,}" + ("" if plan.pools else " alone")),
-            ("cache tokens", f"{plan.cache_tokens:,}" + ("" if plan.pools else " alone")),
+            ("states", f"{plan.state_slots:,}" + alone),
+            ("cache tokens", f"{plan.cache_tokens:,}" + alone),
             (f"requests of {plan.tokens:,}", f"{plan.admitted_total:,}, bound by {plan.binding.replace('_', ' ')}"),
             ("cache outweighs state", f"from {plan.crossing:,.0f} tokens"),
         ]
@@ -286,7 +287,7 @@ def draw_crossing(axes: Any, plan: Plan) -> None:
     axes.set_yscale("log")
     for height, name, slots in levels:
         axes.axhline(height, color=STATE, linewidth=2.0, alpha=1.0 if slots == plan.slots_per_request else 0.55)
-        axes.text(LENGTHS[0], height * 1.12, f"{name}: {height:,.1f} MiB", color=STATE, fontsize=9)
+        axes.text(LENGTHS[-1], height * 1.12, f"{name}: {height:,.1f} MiB", color=STATE, fontsize=9, ha="right")
         at = slots * plan.slot_bytes * dcp / plan.cell_bytes
         if LENGTHS[0] < at < LENGTHS[-1]:
             axes.plot([at], [height], "o", color=INK, markersize=6, zorder=5)

@@ -14,6 +14,8 @@ from k3stack.planner.setup import Setup
 from k3stack.planner.times import PlanTimes
 
 MAX_STAGES = 16
+ALTERNATIVE_LOAD = 16
+"""Requests at once by which alternatives are ranked."""
 NETWORK_TP = 32
 """Widest tensor-parallel group that is tried across servers without NVLink between them."""
 
@@ -144,30 +146,26 @@ def _powers(n: int) -> list[int]:
 
 
 def alternatives(plan: Plan, limit: int = 3) -> list[str]:
-    """What would fit instead of ``plan``: other layouts of the same GPUs, else more of them."""
+    """What would fit instead of ``plan``: layouts of the same GPUs, else of more; best first at a light load."""
     setup = plan.setup
-    tokens = plan.tokens
-    best = recommend(_neutral(setup, setup.hardware), max(1, tokens - 1), 1)
-    if best.layouts:
-        return [
-            f"{c.plan.setup.layout.label} on {setup.hardware.name}: {c.plan.weights.gib_per_gpu:.1f} GiB of weights, "
-            f"{c.admitted} requests of {tokens:,} tokens"
-            for c in best.layouts[:limit]
-        ]
     node = setup.hardware.gpu.gpus_per_node
-    for factor in (1, 2, 4, 8):
-        count = max(node, setup.hardware.count * factor)
-        if count <= setup.hardware.count:
+    for count in (setup.hardware.count, *(max(node, setup.hardware.count) * f for f in (1, 2, 4, 8))):
+        if count > node and count % node:
             continue
         hardware = setup.hardware.with_count(count)
-        more = recommend(_neutral(setup, hardware), max(1, tokens - 1), 1)
-        if more.layouts:
-            c = more.layouts[0]
-            return [
-                f"{c.plan.setup.layout.label} on {hardware.name}: {c.plan.weights.gib_per_gpu:.1f} GiB of weights, "
-                f"{c.admitted} requests of {tokens:,} tokens"
-            ]
+        output = max(1, plan.tokens // 9)
+        found = recommend(_neutral(setup, hardware), max(1, plan.tokens - output), output, ALTERNATIVE_LOAD).layouts
+        if found:
+            return [_alternative(c, hardware, plan.tokens) for c in found[:limit]]
     return []
+
+
+def _alternative(candidate: Candidate, hardware: Hardware, tokens: int) -> str:
+    plan = candidate.plan
+    return (
+        f"{plan.setup.layout.label} on {hardware.name}: {plan.weights.gib_per_gpu:.1f} GiB of weights per GPU, "
+        f"{candidate.admitted:,} requests of {tokens:,} tokens"
+    )
 
 
 def _neutral(setup: Setup, hardware: Hardware) -> Setup:
