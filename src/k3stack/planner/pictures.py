@@ -25,6 +25,7 @@ INK, QUIET, GRID = "#1d2733", "#66727f", "#dde3e9"
 STATE, CACHE, WEIGHTS, OTHER, ACCENT = "#c8553d", "#2f6f9f", "#8a97a6", "#cfd6dd", "#3a7d44"
 LENGTHS = tuple(int(256 * 2 ** (i / 4)) for i in range(49))
 """Request lengths on the horizontal axes: 256 to 1,048,576 tokens, four steps an octave."""
+MIDDLE = 16_384
 
 Draw = Callable[[Any, Plan], None]
 
@@ -287,8 +288,13 @@ def draw_crossing(axes: Any, plan: Plan) -> None:
     axes.set_yscale("log")
     for height, name, slots in levels:
         axes.axhline(height, color=STATE, linewidth=2.0, alpha=1.0 if slots == plan.slots_per_request else 0.55)
-        axes.text(LENGTHS[-1], height * 1.12, f"{name}: {height:,.1f} MiB", color=STATE, fontsize=9, ha="right")
         at = slots * plan.slot_bytes * dcp / plan.cell_bytes
+        # On the side that the cache's line has left.
+        right = at < MIDDLE
+        axes.text(
+            LENGTHS[-1 if right else 0], height * 1.12, f"{name}: {height:,.1f} MiB", color=STATE, fontsize=9,
+            ha="right" if right else "left",
+        )  # fmt: skip
         if LENGTHS[0] < at < LENGTHS[-1]:
             axes.plot([at], [height], "o", color=INK, markersize=6, zorder=5)
             axes.annotate(
@@ -354,7 +360,6 @@ def admission_curves(plan: Plan) -> list[tuple[str, str, str, list[int]]]:
     slots = slots_per_request(settings, setup.layout.pp)
     state, row = plan.state_bytes, plan.row_bytes
     arena = plan_stages(plan.stages, budget, max_running=1 << 20)
-    widest = arena.layout
     tokens = plan.tokens
     ratio = setup.settings.ratio if setup.engine == "sglang" else _balanced(slots, state, row, setup.layout.dcp, tokens)
     curves = [("arena", ACCENT, "-", [admitted(arena, n).requests * workers for n in LENGTHS])]
@@ -366,27 +371,27 @@ def admission_curves(plan: Plan) -> list[tuple[str, str, str, list[int]]]:
             [admitted(arena, n, snapshots=1).requests * workers for n in LENGTHS],
         )
     )
-    for name, kept, style in ((f"split at ratio {ratio:.3g}, {slots} slots", slots, "-"),):
-        try:
-            pools = sglang_pools(plan.stages, budget, replace(settings, ratio=ratio))
-        except DoesNotFit:
-            continue
-        split = split_plan(widest, budget, pools, within_budget=False)
-        split = replace(split, max_running=1 << 20, slots_per_request=kept)
-        curves.append((name, STATE, style, [admitted(split, n).requests * workers for n in LENGTHS]))
+    fixed = _split_counts(plan, settings, ratio, LENGTHS)
+    if fixed is not None:
+        curves.append((f"split at ratio {ratio:.3g}, {slots} slots", STATE, "-", fixed))
     best = []
     for n in LENGTHS:
-        try:
-            pools = sglang_pools(
-                plan.stages, budget, replace(settings, ratio=_balanced(slots, state, row, setup.layout.dcp, n))
-            )
-        except DoesNotFit:
-            best.append(0)
-            continue
-        split = replace(split_plan(widest, budget, pools, within_budget=False), max_running=1 << 20)
-        best.append(admitted(split, n).requests * workers)
+        paged = -(-n // arena.layout.page_tokens) * arena.layout.page_tokens
+        balanced = _balanced(slots, state, row, setup.layout.dcp, paged)
+        best += _split_counts(plan, settings, balanced, (n,)) or [0]
     curves.append((f"split at the best ratio for each length, {slots} slots", STATE, ":", best))
     return curves
+
+
+def _split_counts(plan: Plan, settings: SglangSettings, ratio: float, lengths: tuple[int, ...]) -> list[int] | None:
+    """Requests by length of a fixed split at ``ratio`` in the plan's budget; None where it does not fit."""
+    try:
+        pools = sglang_pools(plan.stages, plan.budget.bytes, replace(settings, ratio=ratio))
+    except DoesNotFit:
+        return None
+    widest = max(plan.stages, key=lambda s: s.block_bytes)
+    split = replace(split_plan(widest, plan.budget.bytes, pools, within_budget=False), max_running=1 << 20)
+    return [admitted(split, n).requests * plan.workers for n in lengths]
 
 
 def _balanced(slots: int, state: int, row: int, dcp: int, tokens: int) -> float:
