@@ -120,12 +120,11 @@ class Arena:
 
     def release_page(self, page: int) -> None:
         """Give one cache page back."""
+        self.pages_in_slabs -= 1
         if self._pins and page in self._pins:
             self._check_in_use(page, 1)
-            self.pages_in_slabs -= 1
             self._released[page] = 1
             return
-        self.pages_in_slabs -= 1
         self._free_pages(page, 1)
 
     def take_run(self, length: int) -> int | None:

@@ -123,10 +123,10 @@ def _tree(tree: PrefixTree, rows: dict[int, Row]) -> Iterator[str]:
         yield "nodes with a wrong number of rows on them"
     if any(n.page >= 0 and tree.node_at[n.page] is not n for n in nodes):
         yield "the index from pages to nodes is wrong"
-    orphans = {id(n) for n in nodes if not n.locks and not n.children and not n.snapshots}
+    orphans = {id(n) for n in nodes if not n.locks and not n.children and n.snapshots is None}
     if orphans != {id(n) for n in tree.orphans}:
         yield f"{len(orphans)} orphans, listed are {len(tree.orphans)}"
-    here = {id(s) for n in [tree.root, *nodes] for tails in n.snapshots.values() for s in tails.values()}
+    here = {id(s) for n in [tree.root, *nodes] for s in n.all_snapshots()}
     if here != {id(s) for s in tree.snapshots}:
         yield "snapshots in the tree are not those listed"
     for snapshot in tree.snapshots:

@@ -10,7 +10,7 @@ from k3stack.memory.pages import Pages
 from k3stack.memory.retention import Retention
 from k3stack.memory.room import Room
 from k3stack.memory.rows import Row
-from k3stack.memory.tree import Node, PrefixTree, Snapshot
+from k3stack.memory.tree import Ids, Node, PrefixTree, Snapshot
 
 
 class Keeper:
@@ -36,28 +36,30 @@ class Keeper:
         """Full pages up to ``length`` enter the tree, and pending snapshots whose ids are known now."""
         tree, width = self._tree, self._tree.page_tokens
         row.length = max(row.length, length)
-        while (row.shared + 1) * width <= length:
-            at = row.shared
-            key = ids[at * width : (at + 1) * width]
-            if not isinstance(key, tuple):
-                key = tuple(key)
-            page = row.pages[at]
-            node = row.node.children.get(key)
-            if node is None:
-                node = tree.add(row.node, key, page)
+        pages, node, at = row.pages, row.node, row.shared
+        is_tuple = isinstance(ids, tuple)
+        while (at + 1) * width <= length:
+            part = ids[at * width : (at + 1) * width]
+            key: Ids = part if is_tuple else tuple(part)  # type: ignore[assignment]
+            page = pages[at]
+            known = node.children.get(key)
+            if known is None:
+                node = tree.add(node, key, page)
             else:
+                node = known
                 tree.lock(node)
                 if page >= 0:
                     self._give_up(page, node)
-                    row.pages[at] = node.page
+                    pages[at] = node.page
                     ops.append(SetPage(seq, at, node.page))
-            row.node = node
-            row.shared += 1
-            self._room.own_pages -= self._pages.real
+            at += 1
+        if self._pages.real:
+            self._room.own_pages -= at - row.shared
+        row.node, row.shared = node, at
         if row.pending:
-            known = [p for p in row.pending if p[0] <= length]
+            due = [p for p in row.pending if p[0] <= length]
             row.pending = [p for p in row.pending if p[0] > length]
-            for position, block in known:
+            for position, block in due:
                 self._attach(row, ids, position, block)
         row.next_event = min([(row.shared + 1) * width, *(p for p, _ in row.pending)])
 

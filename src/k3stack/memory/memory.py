@@ -213,14 +213,8 @@ class Memory:
     def _place(self, row: Row, hit: Hit) -> None:
         """Where the row stands: its page table, and what comes next."""
         width = self.page_tokens
-        path: list[int] = []
-        step: Node | None = hit.node
-        while step is not None and step.depth:
-            path.append(step.page)
-            step = step.parent
-        path.reverse()
         row.shared = hit.node.depth
-        row.pages = path + row.pages
+        row.pages = self._tree.pages_to(hit.node) + row.pages
         row.capacity = len(row.pages) * width
         row.length = row.kept_to = hit.position
         row.next_event = (row.shared + 1) * width if self.prefix_cache else NEVER
@@ -376,7 +370,7 @@ class Memory:
         for snapshot in [s for s in self._tree.snapshots if not s.locks]:
             self._room.evict(snapshot)
         while self._tree.orphans:
-            self._tree.remove_orphan()
+            self._tree.remove_orphans(1 << 30)
         self._retention.clear()
 
     def stats(self) -> MemoryStats:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from k3stack.memory.tree import Ids, PrefixTree, Snapshot
@@ -228,6 +229,7 @@ class Retention:
         self._ranking = ranking
         self._most_ghosts = ghosts
         self.ghosts: OrderedDict[GhostKey, Ghost] = OrderedDict()
+        self._ghosts_at: dict[int, int] = {}  # how many ghosts of each depth, so that few pages need be looked up
         self.now = 0
         """Opens so far."""
         # Lowest rank last. Ranks move with age, so an entry's is looked at again when it is about to go, and all are
@@ -279,7 +281,7 @@ class Retention:
         its path, and before room is made for it."""
         self.now += 1
         kind = kind_of(snapshot) if snapshot is not None else INNER
-        ghost = self.ghosts.pop(key) if key is not None else None
+        ghost = self._remove_ghost(key) if key is not None else None
         lesson = Lesson(snapshot, kind, snapshot.last if snapshot is not None else 0, key, ghost)
         if ghost is not None:
             self._ranking.returned(ghost.kind, self.now - ghost.last)
@@ -295,7 +297,7 @@ class Retention:
         snapshot, ghost = lesson.snapshot, lesson.ghost
         if ghost is not None and lesson.key is not None:
             self._ranking.returned(ghost.kind, self.now - ghost.last, -1.0)
-            self.ghosts[lesson.key] = ghost
+            self._add_ghost(lesson.key, ghost)
         if snapshot is not None:
             self._ranking.returned(lesson.kind, self.now - lesson.last, -1.0)
             snapshot.last = lesson.last
@@ -309,22 +311,36 @@ class Retention:
         if kind in (INNER, FORK) or not node.depth:
             self._ranking.ended(kind, self.now - snapshot.last)
             return
-        self.ghosts[node.depth, node.key] = Ghost(snapshot.last, kind)
+        self._add_ghost((node.depth, node.key), Ghost(snapshot.last, kind))
         if len(self.ghosts) > self._most_ghosts:
-            _, old = self.ghosts.popitem(last=False)
+            old = self._remove_ghost(next(iter(self.ghosts)))
             self._ranking.ended(old.kind, self.now - old.last)
+
+    def _add_ghost(self, key: GhostKey, ghost: Ghost) -> None:
+        if key not in self.ghosts:
+            self._ghosts_at[key[0]] = self._ghosts_at.get(key[0], 0) + 1
+        self.ghosts[key] = ghost
+
+    def _remove_ghost(self, key: GhostKey) -> Ghost:
+        self._ghosts_at[key[0]] -= 1
+        if not self._ghosts_at[key[0]]:
+            del self._ghosts_at[key[0]]
+        return self.ghosts.pop(key)
 
     def find_ghost(self, ids: Ids, beyond: int) -> GhostKey | None:
         """The deepest ghost on the prefix ``ids``, more than ``beyond`` pages deep."""
-        ghosts, width = self.ghosts, self._tree.page_tokens
-        if not ghosts:
-            return None
-        for depth in range(len(ids) // width, beyond, -1):
-            key = (depth, ids[(depth - 1) * width : depth * width])
-            if key in ghosts:
-                return key
+        at, width, deepest = self._ghosts_at, self._tree.page_tokens, len(ids) // self._tree.page_tokens
+        depths: Iterable[int] = range(deepest, beyond, -1)
+        if len(at) < deepest - beyond:
+            depths = sorted((d for d in at if beyond < d <= deepest), reverse=True)
+        for depth in depths:
+            if depth in at:
+                key = (depth, ids[(depth - 1) * width : depth * width])
+                if key in self.ghosts:
+                    return key
         return None
 
     def clear(self) -> None:
         """Forget the ghosts; what was learned of the traffic stays."""
         self.ghosts.clear()
+        self._ghosts_at.clear()

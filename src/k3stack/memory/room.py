@@ -71,14 +71,14 @@ class Room:
             return False
         while True:
             short_of_states = self._short_of_states(blocks)
-            short_of_pages = self._short_of_pages(blocks, pages)
+            short_of_pages = self._pages_short(blocks, pages)
             if not short_of_states and not short_of_pages and self._arena.free_blocks >= blocks:
                 return True
             if not short_of_states:
                 if not short_of_pages and self.compact(ops):
                     continue
                 if self._tree.orphans:
-                    self.evicted_pages += self._tree.remove_orphan()
+                    self.evicted_pages += self._tree.remove_orphans(short_of_pages or self._arena.pages_per_block)
                     continue
             if not self._evict(spare):
                 return False
@@ -86,14 +86,16 @@ class Room:
     def _short_of_states(self, blocks: int) -> bool:
         return self.max_states is not None and self._arena.states + blocks > self.max_states
 
-    def _short_of_pages(self, blocks: int, pages: int) -> bool:
+    def _pages_short(self, blocks: int, pages: int) -> int:
+        """How many more pages must become free for ``pages`` beside ``blocks``."""
         if not pages or not self._pages.real:
-            return False
+            return 0
         arena, limit = self._arena, self._pages.limit
-        if limit is not None and arena.pages_in_slabs + pages > limit:
-            return True
         spare_blocks = max(0, arena.free_blocks - blocks)
-        return arena.free_in_slabs + spare_blocks * arena.pages_per_block < pages
+        short = pages - arena.free_in_slabs - spare_blocks * arena.pages_per_block
+        if limit is not None:
+            short = max(short, arena.pages_in_slabs + pages - limit)
+        return max(0, short)
 
     def _evict(self, spare: Snapshot | None) -> bool:
         victim = self._retention.victim()
@@ -118,7 +120,7 @@ class Room:
         """Where nodes take no memory nothing would ever evict those that are of no use: drop them now."""
         if not self._pages.real:
             while self._tree.orphans:
-                self._tree.remove_orphan()
+                self._tree.remove_orphans(1 << 30)
 
     def take_state(self) -> int:
         """A block for a running row, for which room has been made."""

@@ -35,9 +35,13 @@ class Node:
         self.depth: int = parent.depth + 1 if parent is not None else 0
         """Pages from the root to this page's end."""
         self.children: dict[Ids, Node] = {}
-        self.snapshots: dict[int, dict[Ids, Snapshot]] = {}
-        """By length of tail, then by tail."""
+        self.snapshots: dict[int, dict[Ids, Snapshot]] | None = None
+        """By length of tail, then by tail; None where there are none."""
         self.locks = 0
+
+    def all_snapshots(self) -> list[Snapshot]:
+        """The snapshots at this node and up to a page beyond."""
+        return [s for tails in (self.snapshots or {}).values() for s in tails.values()]
 
 
 class Snapshot:
@@ -103,6 +107,17 @@ class PrefixTree:
         self.node_at: list[Node | None] = [None] * size
         self.tails_at: dict[int, dict[Snapshot, None]] = {}
 
+    @staticmethod
+    def pages_to(node: Node) -> list[int]:
+        """Pages of the path to ``node``, the shallowest first."""
+        pages = []
+        step = node
+        while step.parent is not None:
+            pages.append(step.page)
+            step = step.parent
+        pages.reverse()
+        return pages
+
     # Looking
 
     def match(self, ids: Ids, limit: int) -> Match:
@@ -110,8 +125,8 @@ class PrefixTree:
         node, start, width = self.root, 0, self.page_tokens
         best: Snapshot | None = None
         while True:
-            if node.snapshots:
-                best = self._deepest_at(node, ids, start, limit) or best
+            if node.snapshots is not None:
+                best = self._deepest_at(node.snapshots, ids, start, limit) or best
             child = node.children.get(ids[start : start + width])
             if child is None:
                 break
@@ -119,13 +134,11 @@ class PrefixTree:
             start += width
         return Match(node, best, self._inside(node, ids, start) if self._grain < width else 0)
 
-    def _deepest_at(self, node: Node, ids: Ids, start: int, limit: int) -> Snapshot | None:
+    @staticmethod
+    def _deepest_at(kept: dict[int, dict[Ids, Snapshot]], ids: Ids, start: int, limit: int) -> Snapshot | None:
         room = limit - start
-        if len(node.snapshots) == 1:
-            ((length, tails),) = node.snapshots.items()
-            return tails.get(ids[start : start + length]) if length <= room else None
-        for length in sorted(node.snapshots, reverse=True):
-            if length <= room and (found := node.snapshots[length].get(ids[start : start + length])):
+        for length in sorted(kept, reverse=True) if len(kept) > 1 else kept:
+            if length <= room and (found := kept[length].get(ids[start : start + length])):
                 return found
         return None
 
@@ -134,7 +147,7 @@ class PrefixTree:
         often reach behind the true fork, by the few words that two prompts happen to share."""
         best = 0
         grain, rest = self._grain, ids[start : start + self.page_tokens]
-        newest = [*islice(reversed(node.children), 8), *(t for tails in node.snapshots.values() for t in tails)][:16]
+        newest = [*islice(reversed(node.children), 8), *(s.tail for s in node.all_snapshots())][:16]
         for key in newest:
             shared = 0
             while shared + grain <= len(rest) and rest[shared : shared + grain] == key[shared : shared + grain]:
@@ -148,8 +161,6 @@ class PrefixTree:
         """A full page joins the path below ``parent``, which its row has locked; the node takes over the row's hold
         of the page, and is locked by that row."""
         node = Node(parent, key, page)
-        if parent in self.orphans:
-            del self.orphans[parent]
         parent.children[key] = node
         node.locks = 1
         self.locked += 1
@@ -167,11 +178,11 @@ class PrefixTree:
 
     def lock_path(self, node: Node) -> None:
         """One more row lies on ``node`` and all its ancestors."""
-        step: Node | None = node
-        while step is not None and step.depth:
+        self.orphans.pop(node, None)  # of a path only the end can be a leaf
+        step = node
+        while step.parent is not None:
             if not step.locks:
                 self.locked += 1
-                self.orphans.pop(step, None)
             step.locks += 1
             step = step.parent
 
@@ -182,7 +193,7 @@ class PrefixTree:
             step.locks -= 1
             if not step.locks:
                 self.locked -= 1
-                if not step.children and not step.snapshots:
+                if not step.children and step.snapshots is None:
                     self.orphans[step] = None
             step = step.parent
 
@@ -193,36 +204,57 @@ class PrefixTree:
             self.locked -= 1
             self._orphan(node)
 
-    def remove_orphan(self) -> bool:
-        """Drop the oldest orphan's page; True when that freed it."""
+    def remove_orphans(self, count: int) -> int:
+        """Drop up to ``count`` nodes nobody needs, from the oldest orphan up its path; returns how many pages that
+        freed."""
         node = next(iter(self.orphans))
-        return self.remove(node)
+        del self.orphans[node]
+        freed = 0
+        while True:
+            parent = node.parent
+            if parent is None:
+                raise BugError("the root of the prefix tree is an orphan")
+            freed += self._unlink(node, parent)
+            count -= 1
+            if not parent.depth or parent.locks or parent.children or parent.snapshots is not None:
+                return freed
+            if not count:
+                self._orphan(parent)
+                return freed
+            node = parent
 
-    def remove(self, node: Node) -> bool:
-        """Drop an unlocked leaf without snapshots; True when its page became free."""
-        self.orphans.pop(node, None)
+    def remove(self, node: Node) -> None:
+        """Drop one orphan."""
         parent = node.parent
-        if parent is None or node.locks or node.children or node.snapshots:
+        if parent is None or node not in self.orphans:
             raise BugError(f"a node at depth {node.depth} is dropped but still needed")
+        del self.orphans[node]
+        self._unlink(node, parent)
+        if not parent.children:
+            self._orphan(parent)
+
+    def _unlink(self, node: Node, parent: Node) -> bool:
+        """Take a leaf out; True when its page became free."""
         del parent.children[node.key]
         self.nodes -= 1
-        if node.page >= 0:
-            self.node_at[node.page] = None
-        self._orphan(parent, first=True)
-        return self._pages.drop(node.page)
+        page = node.page
+        if page < 0:
+            return False
+        self.node_at[page] = None
+        return self._pages.drop(page)
 
-    def _orphan(self, node: Node, *, first: bool = False) -> None:
-        if node.depth and not node.locks and not node.children and not node.snapshots:
+    def _orphan(self, node: Node) -> None:
+        """``node`` has lost something that it was needed for. It goes before those that merely waited longer."""
+        if node.depth and not node.locks and not node.children and node.snapshots is None:
             self.orphans[node] = None
-            if first:
-                self.orphans.move_to_end(node, last=False)
+            self.orphans.move_to_end(node, last=False)
 
     # Snapshots
 
     def find(self, node: Node, tail: Ids) -> Snapshot | None:
         """The snapshot exactly there, if any."""
-        tails = node.snapshots.get(len(tail))
-        return tails.get(tail) if tails else None
+        tails = node.snapshots.get(len(tail)) if node.snapshots is not None else None
+        return tails.get(tail) if tails is not None else None
 
     def attach(self, node: Node, tail: Ids, block: int, page: int) -> Snapshot:
         """Keep the state in ``block`` as the snapshot after ``tail`` beyond ``node``; where there is a tail, its rows
@@ -234,12 +266,14 @@ class PrefixTree:
             self.tails_at.setdefault(page, {})[snapshot] = None
         parent = self.above(node, tail)
         snapshot.parent = parent
-        if node.children or node.snapshots:
+        if node.children or node.snapshots is not None:
             for other in [s for s in parent.children if s.position > position and self._is_below(s, node, tail)]:
                 del parent.children[other]
                 other.parent = snapshot
                 snapshot.children[other] = None
         parent.children[snapshot] = None
+        if node.snapshots is None:
+            node.snapshots = {}
         node.snapshots.setdefault(len(tail), {})[tail] = snapshot
         self.snapshots[snapshot] = None
         self.orphans.pop(node, None)
@@ -248,19 +282,21 @@ class PrefixTree:
     def detach(self, snapshot: Snapshot) -> None:
         """Forget a snapshot; its state block is the caller's again. Pages that only it needed become orphans."""
         node, tail, parent = snapshot.node, snapshot.tail, snapshot.parent
-        if parent is None:
+        if parent is None or node.snapshots is None:
             raise BugError("a snapshot that is not in the tree is detached")
         tails = node.snapshots[len(tail)]
         del tails[tail], self.snapshots[snapshot], parent.children[snapshot]
         if not tails:
             del node.snapshots[len(tail)]
+            if not node.snapshots:
+                node.snapshots = None
         for child in snapshot.children:
             child.parent = parent
             parent.children[child] = None
         snapshot.children = {}
         snapshot.parent = None
         self._drop_tail(snapshot)
-        self._orphan(node, first=True)
+        self._orphan(node)
 
     def retarget(self, snapshot: Snapshot, page: int) -> None:
         """The rows of a snapshot's tail are taken from another page with the same ids."""
@@ -285,7 +321,7 @@ class PrefixTree:
         step: Node | None = node
         ahead = tail
         while step is not None:
-            if step.snapshots:
+            if step.snapshots is not None:
                 # At the node itself shorter tails only; above it any that the next page's ids begin with.
                 for length in sorted(step.snapshots, reverse=True):
                     if length < len(ahead) and (found := step.snapshots[length].get(ahead[:length])):
