@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +154,7 @@ _SCALE = {"MiB": MIB, "GiB": GIB, "GB": 10**9, "TB/s": 10**12, "GB/s": 10**9, "T
 @lru_cache(maxsize=8)
 def load_catalogue(extra: str | None = None) -> Catalogue:
     """The shipped catalogue, with the GPUs and systems of the user's file ``extra`` added or replaced."""
-    data = json.loads(files("k3stack.config").joinpath("data/hardware.json").read_text())
+    data = json.loads((Path(__file__).parent / "data" / "hardware.json").read_text())
     catalogue = _catalogue(data, "hardware.json")
     if extra is None:
         return catalogue

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 
 from k3stack.config.geometry import ModelGeometry, load_geometry
@@ -31,7 +30,7 @@ def model_geometry(path: str) -> ModelGeometry:
     """Geometry of a packaged model by name, or of a checkpoint folder or config file on disk. Raises UserError."""
     file = PACKAGED.get(path.lower())
     if file is not None:
-        return load_geometry(Path(str(files("k3stack.config").joinpath("data").joinpath(file))))
+        return load_geometry(Path(__file__).parent / "data" / file)
     if Path(path).exists():
         return load_geometry(path)
     raise UserError(

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from k3stack.config.hardware import GIB, MIB, Gpu
@@ -55,7 +55,7 @@ def given_budget(gib: float) -> Budget:
 
 @lru_cache(maxsize=1)
 def _data() -> Mapping[str, Any]:
-    raw: Mapping[str, Any] = json.loads(files("k3stack.estimate").joinpath("data/overheads.json").read_text())
+    raw: Mapping[str, Any] = json.loads((Path(__file__).parent / "data" / "overheads.json").read_text())
     return raw
 
 

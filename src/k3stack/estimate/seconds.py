@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from k3stack.config.geometry import ModelGeometry
@@ -166,7 +166,7 @@ def _slowest_link(hardware: Hardware, layout: ParallelLayout) -> float:
 
 @lru_cache(maxsize=1)
 def _efficiencies() -> Mapping[str, Any]:
-    data: dict[str, Any] = json.loads(files("k3stack.estimate").joinpath("data/efficiency.json").read_text())
+    data: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "efficiency.json").read_text())
     return data
 
 

@@ -173,6 +173,11 @@ def notes(plan: Plan) -> list[str]:
         nodes = -(-setup.layout.gpus // setup.hardware.gpus_per_node)
         if nodes > 1 and "nnodes" not in setup.flags and setup.engine != "vllm":
             found.append(f"the layout spans {nodes} nodes: the commands need --nnodes {nodes}")
+        elif setup.flags.get("nnodes", nodes) != nodes:
+            found.append(
+                f"--nnodes {setup.flags['nnodes']} does not go with {setup.layout.gpus} GPUs in nodes of "
+                f"{setup.hardware.gpus_per_node}: {nodes} nodes"
+            )
     if setup.engine == "k3" and setup.gpus_used > 1:
         found.append("k3 serve runs one GPU in this version: the plan shows what its arena would hold on this layout")
     if setup.engine == "vllm":

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from k3stack.errors import BugError
@@ -44,7 +44,7 @@ class Landmine:
 @lru_cache(maxsize=1)
 def landmines() -> tuple[Landmine, ...]:
     """All entries of ``config/data/landmines.json``; a malformed one is a bug of the package."""
-    raw = json.loads(files("k3stack.config").joinpath("data/landmines.json").read_text())
+    raw = json.loads((Path(__file__).parents[1] / "config" / "data" / "landmines.json").read_text())
     found = []
     for item in raw["landmines"]:
         when = tuple(tuple(c) for c in item["when"])

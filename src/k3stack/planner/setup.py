@@ -263,30 +263,7 @@ def _sglang_setup(
             f"{2 * draft.verify_width} (twice the {draft.verify_width} tokens of a verification)",
             param="--linear-replayssm-cache-len",
         )
-    strategy = str(flags.get("strategy", "auto"))
-    if strategy not in ("auto", "no_buffer", "extra_buffer", "extra_buffer_lazy"):
-        raise UserError(
-            f"--mamba-radix-cache-strategy is {strategy!r}; known: auto, no_buffer, extra_buffer, extra_buffer_lazy",
-            param="--mamba-radix-cache-strategy",
-        )
-    settings = SglangSettings(
-        ratio=flags.get("ratio", DEFAULT_RATIO),
-        strategy=strategy,  # type: ignore[arg-type]
-        overlap=not flags.get("no_overlap", False),
-        radix_cache=not flags.get("no_radix", False),
-        decode_radix=bool(flags.get("decode_radix", False)),
-        skip_decode_lock=command.env.get("SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK", "0").lower() in ("1", "true", "yes"),
-        role=role,
-        max_mamba_cache_size=flags.get("max_mamba_cache_size"),
-        max_running=common["max_running"],
-        max_total_tokens=flags.get("max_total_tokens"),
-        context=common["context"],
-        attention_dp=layout.dp,
-        draft_tokens=draft.verify_width if draft else 0,
-        replay=bool(flags.get("replay", False)),
-        extra_slots=flags.get("extra_slots", 0) or 0,
-        version=version,
-    )
+    settings = _settings(common, flags, command.env, draft, role, version)
     draft_itemsize = _lookup(ROW_ITEMSIZE, flags.get("draft_kv_dtype", "auto"), "--speculative-draft-kv-cache-dtype")
     return Setup(
         **common,
@@ -298,6 +275,40 @@ def _sglang_setup(
         ring_length=ring_length,
         feature_buffer=_feature_buffer(flags, hardware, layout),
         behaviour=str(flags.get("engine_behaviour", "k3")),
+    )
+
+
+def _settings(
+    common: Mapping[str, Any],
+    flags: Mapping[str, Any],
+    env: Mapping[str, str],
+    draft: Drafter | None,
+    role: Role,
+    version: tuple[int, int, int],
+) -> SglangSettings:
+    strategy = str(flags.get("strategy", "auto"))
+    if strategy not in ("auto", "no_buffer", "extra_buffer", "extra_buffer_lazy"):
+        raise UserError(
+            f"--mamba-radix-cache-strategy is {strategy!r}; known: auto, no_buffer, extra_buffer, extra_buffer_lazy",
+            param="--mamba-radix-cache-strategy",
+        )
+    return SglangSettings(
+        ratio=flags.get("ratio", DEFAULT_RATIO),
+        strategy=strategy,  # type: ignore[arg-type]
+        overlap=not flags.get("no_overlap", False),
+        radix_cache=not flags.get("no_radix", False),
+        decode_radix=bool(flags.get("decode_radix", False)),
+        skip_decode_lock=env.get("SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK", "0").lower() in ("1", "true", "yes"),
+        role=role,
+        max_mamba_cache_size=flags.get("max_mamba_cache_size"),
+        max_running=common["max_running"],
+        max_total_tokens=flags.get("max_total_tokens"),
+        context=common["context"],
+        attention_dp=common["layout"].dp,
+        draft_tokens=draft.verify_width if draft else 0,
+        replay=bool(flags.get("replay", False)),
+        extra_slots=flags.get("extra_slots", 0) or 0,
+        version=version,
     )
 
 
