@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from k3stack.config.sampling import SamplingParams
-from k3stack.executor.torch import sampler as sampler_module
+from k3stack.executor.torch import draw as draw_module
 from k3stack.executor.torch.noise import uniform
 from k3stack.executor.torch.sampler import Sampler
 from k3stack.scheduler.plan import RowAdd
@@ -98,10 +98,13 @@ def random_params(rng: np.random.Generator) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize("prefix", [4, 1024])
-def test_every_parameter_against_the_twin(prefix: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("prefixes", "chunk"), [((4, 20), 4), ((1, 2, 3), 32), ((64, 512), 64)])
+def test_every_parameter_against_the_twin(
+    prefixes: tuple[int, ...], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """64 rows of random parameters, 12 tokens each, rows coming and going; fp64, so that no rounding decides."""
-    monkeypatch.setattr(sampler_module, "TOP_P_PREFIX", prefix)
+    monkeypatch.setattr(draw_module, "PREFIXES", prefixes)
+    monkeypatch.setattr(draw_module, "CHUNK", chunk)
     rng = np.random.default_rng(7)
     sampler = Sampler(VOCAB, CPU, rows=4)
     live: dict[int, tuple[SamplingParams, list[int], list[int]]] = {}
@@ -185,6 +188,19 @@ def test_seeds_do_not_depend_on_the_batch() -> None:
     resumed = Sampler(VOCAB, CPU)
     resumed.add(add(0, params, output_count=10))
     assert [int(resumed.sample(x, np.array([0])).tokens[0]) for x in steps[10:]] == alone[10:]
+
+
+@pytest.mark.parametrize("params", [{"top_k": 3}, {"top_p": 0.5}, {"top_k": 70}, {"min_p": 0.9}])
+def test_equal_logits_are_kept_together(params: dict[str, Any]) -> None:
+    """200 tokens share the best value: no cut may tell them apart, so all of them come."""
+    sampler, seen = Sampler(VOCAB, CPU), set()
+    for row in range(64):
+        sampler.add(add(row, SamplingParams(temperature=1.0, seed=row, **params)))
+    logits = torch.zeros(64, VOCAB)
+    logits[:, 200:] = -3.0
+    for _ in range(60):
+        seen |= set(sampler.sample(logits, np.arange(64)).tokens.tolist())
+    assert seen == set(range(200))
 
 
 def test_rows_without_a_seed_differ() -> None:

@@ -34,6 +34,10 @@ IDLE_WAIT_MS = 200
 """How long an idle engine sleeps between looks at its signals."""
 
 
+SWITCH_INTERVAL_S = 0.0005
+"""How long one thread may keep Python from the other: the executor's must not wait 5 ms (the default) for planning."""
+
+
 class Core(Protocol):
     """What the process runs: ``EngineCore``, or a stand-in of a test."""
 
@@ -149,6 +153,7 @@ def engine_main(options: EngineOptions, script: Script | None, channel: Channel,
     """Entry of the spawned process: build the core, say ``Ready``, run until told to stop."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     faulthandler.enable()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     _end_with_parent()
     stop = _StopFlag()
     signal.signal(signal.SIGTERM, stop.on_signal)

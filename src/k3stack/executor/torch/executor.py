@@ -213,7 +213,7 @@ class TorchExecutor:
         if len(batch.sample_rows):
             chosen = logits if batch.sample_index is None else logits.index_select(0, batch.sample_index)
             masks = self._masks_of(handle, batch) if handle.needs_masks else None
-            sampled = self._sampler.sample(chosen, batch.sample_rows, masks)
+            sampled = self._sampler.sample(chosen, batch.sample_rows, masks, overwrite=not batch.logprobs)
             self._rows.set_last(batch.sample_device_rows, sampled.tokens)
             launched.take_samples(batch, chosen, sampled)
         self._rows.length[batch.rows] = batch.ends

@@ -51,13 +51,13 @@ class PenaltyCounts:
             self._slot[row] = -1
             self._used -= 1
 
-    def apply(self, logits: torch.Tensor, rows: Ints) -> None:
-        """Change ``logits`` [n, vocab] of ``rows`` [n] in place."""
+    def apply(self, logits: torch.Tensor, rows: Ints) -> bool:
+        """Change ``logits`` [n, vocab] of ``rows`` [n] in place; False where none of them has a penalty."""
         if not self._used:
-            return
+            return False
         at = np.flatnonzero(self._slot[rows] >= 0)
         if not len(at):
-            return
+            return False
         where = torch.from_numpy(at).to(self._device)
         slots = torch.from_numpy(self._slot[rows[at]]).to(self._device)
         counts = self._counts[slots]
@@ -67,6 +67,7 @@ class PenaltyCounts:
         punished = torch.where(values > 0, values / repetition, values * repetition)
         values = torch.where((counts > 0) | self._in_prompt[slots], punished, values)
         logits[where] = values - presence * (counts > 0) - frequency * counts
+        return True
 
     def count(self, rows: Ints, tokens: torch.Tensor) -> None:
         """``tokens`` [N] join the output of ``rows`` [N]."""

@@ -1,8 +1,6 @@
 """Chooses tokens: every field of ``SamplingParams``, vectorised over the rows of a step.
 
-Order: penalties, bias, ids banned by ``min_tokens``, grammar mask; then greedy, or temperature, top-k, top-p (over
-what top-k kept) and min-p (against the best token), and one draw by the inverse of the cumulative distribution.
-top-k, top-p and min-p each cut at a value, and tokens that equal it stay: the outcome depends on no sorting order.
+Order: penalties, bias, ids banned by ``min_tokens``, grammar mask; then greedy, or a random draw (see ``draw``).
 Log-probabilities are those of the network's own logits, before all of this.
 """
 
@@ -16,12 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from k3stack.executor.torch.draw import DrawParams, draw
 from k3stack.executor.torch.noise import uniform
 from k3stack.executor.torch.penalties import PenaltyCounts
 from k3stack.scheduler.plan import RowAdd
 
-TOP_P_PREFIX = 1024
-"""Largest values looked at first for top-p; only rows whose mass is not within them are sorted in full."""
 COLDEST = 1e-5
 """Temperatures below are greedy: dividing by them would overflow."""
 _SEED_MASK = (1 << 64) - 1
@@ -96,101 +93,92 @@ class Sampler:
             old = getattr(self, name)
             setattr(self, name, np.concatenate((old, np.zeros_like(old))))
 
-    def sample(self, logits: torch.Tensor, rows: Ints, masks: Mapping[int, bytes] | None = None) -> Sampled:
-        """One token for each row. ``logits`` [N, vocab], ``rows`` [N] row numbers, ``masks`` by index into ``rows``."""
-        best, tokens = logits.max(dim=-1)  # of equal values the first, that is the lowest id
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: Ints,
+        masks: Mapping[int, bytes] | None = None,
+        *,
+        overwrite: bool = False,
+    ) -> Sampled:
+        """One token for each row. ``logits`` [N, vocab], ``rows`` [N] row numbers, ``masks`` by index into ``rows``.
+
+        ``overwrite``: nobody needs the logits afterwards.
+        """
         if self._not_greedy or masks:
-            shaped = self._shaped[rows] | (self._outputs[rows] < self._min_tokens[rows])
-            if masks:
-                shaped[list(masks)] = True
-            indices = np.flatnonzero(shaped)
-            if len(indices):
-                where = torch.from_numpy(indices).to(self._device)
-                chosen, value = self._choose(logits, indices, where, rows[indices], masks or {})
-                tokens[where] = chosen
-                # An unusable row stays unusable, whatever shaping made of it.
-                best[where] = torch.where(best[where].isfinite(), value, best[where])
+            tokens, best = self._mixed(logits, rows, masks or {}, overwrite)
+        else:
+            tokens, best = _argmax(logits), logits.amax(dim=-1)
         self._outputs[rows] += 1
         self._penalties.count(rows, tokens)
         return Sampled(tokens, best)
 
-    def _choose(
-        self, logits: torch.Tensor, indices: Ints, where: torch.Tensor, rows: Ints, masks: Mapping[int, bytes]
+    def _mixed(
+        self, logits: torch.Tensor, rows: Ints, masks: Mapping[int, bytes], overwrite: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and largest shaped logits for the rows at ``indices`` of the batch."""
-        shaped = logits.index_select(0, where)
-        self._penalties.apply(shaped, rows)
-        below = self._outputs[rows] < self._min_tokens[rows]
-        for i, row in enumerate(rows.tolist()):
-            if (bias := self._bias.get(row)) is not None:
-                shaped[i, bias[0]] += bias[1].to(shaped.dtype)
-            if below[i]:
-                shaped[i, list(self._banned[row])] = -torch.inf
-            if (mask := masks.get(int(indices[i]))) is not None:
-                shaped[i].masked_fill_(~unpack_mask(mask, self._vocab).to(self._device), -torch.inf)
-        best, tokens = shaped.max(dim=-1)
-        random = np.flatnonzero(self._temperature[rows] > 0.0)
-        if len(random):
-            at = torch.from_numpy(random).to(self._device)
-            tokens[at] = self._draw(shaped.index_select(0, at), rows[random])
+        """Tokens and largest logits of a batch in which some rows are not plainly greedy."""
+        shaped = self._shaped[rows] | (self._outputs[rows] < self._min_tokens[rows])
+        shaped[list(masks)] = True
+        indices, plain = np.flatnonzero(shaped), np.flatnonzero(~shaped)
+        best = logits.amax(dim=-1)
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        if len(plain):
+            at = torch.from_numpy(plain).to(self._device)
+            tokens[at] = _argmax(logits.index_select(0, at))
+        if len(indices):
+            at = torch.from_numpy(indices).to(self._device)
+            own = logits if overwrite and not len(plain) else logits.index_select(0, at)
+            own_masks = {i: masks[index] for i, index in enumerate(indices.tolist()) if index in masks}
+            changed = self._shape(own, rows[indices], own_masks)
+            if changed:
+                # A row that was unusable stays so, whatever shaping made of it.
+                best[at] = torch.where(best[at].isfinite(), own.amax(dim=-1), best[at])
+            tokens[at] = self._pick(own, rows[indices])
         return tokens, best
 
-    def _draw(self, logits: torch.Tensor, rows: Ints) -> torch.Tensor:
-        """Random tokens [n] from ``logits`` [n, vocab], which is overwritten."""
-        device = self._device
-        scaled = logits.div_(torch.from_numpy(self._temperature[rows]).to(device, logits.dtype).unsqueeze(1))
-        top = scaled.amax(dim=-1, keepdim=True)
-        weights = (scaled - top).exp_()  # 1 for the best token, so every threshold below is a weight
-        top_k = self._top_k[rows]
-        threshold = torch.zeros(len(rows), dtype=weights.dtype, device=device)
-        if (top_k > 0).any():
-            k = np.where(top_k > 0, np.minimum(top_k, self._vocab), self._vocab)
-            largest = int(np.where(top_k > 0, k, 1).max())
-            values = weights.topk(largest, dim=-1).values
-            at = torch.from_numpy(np.minimum(k, largest) - 1).to(device).unsqueeze(1)
-            limited = torch.from_numpy(top_k > 0).to(device)
-            threshold = torch.where(limited, values.gather(1, at).squeeze(1), threshold)
-        top_p = self._top_p[rows]
-        nucleus = np.flatnonzero(top_p < 1.0)
-        if len(nucleus):
-            at = torch.from_numpy(nucleus).to(device)
-            share = torch.from_numpy(top_p[nucleus]).to(device)
-            threshold[at] = torch.maximum(threshold[at], _nucleus(weights[at], threshold[at], share))
-        threshold = torch.maximum(threshold, torch.from_numpy(self._min_p[rows]).to(device, weights.dtype))
-        weights.masked_fill_(weights < threshold.unsqueeze(1), 0.0)
-        u = torch.from_numpy(uniform(self._seed[rows], self._outputs[rows])).to(device)
-        return _inverse_cdf(weights, u)
+    def _shape(self, logits: torch.Tensor, rows: Ints, masks: Mapping[int, bytes]) -> bool:
+        """Penalties, bias, bans and masks, in place; False where there was nothing to do."""
+        changed = self._penalties.apply(logits, rows)
+        below = self._outputs[rows] < self._min_tokens[rows]
+        if not self._bias and not masks and not below.any():
+            return changed
+        for i, row in enumerate(rows.tolist()):
+            if (bias := self._bias.get(row)) is not None:
+                logits[i, bias[0]] += bias[1].to(logits.dtype)
+            if below[i]:
+                logits[i, list(self._banned[row])] = -torch.inf
+            if (mask := masks.get(i)) is not None:
+                logits[i].masked_fill_(~unpack_mask(mask, self._vocab).to(self._device), -torch.inf)
+        return True
+
+    def _pick(self, logits: torch.Tensor, rows: Ints) -> torch.Tensor:
+        """Tokens [n] from shaped ``logits`` [n, vocab], which may be overwritten."""
+        is_random = self._temperature[rows] > 0.0
+        if is_random.all():
+            return draw(logits, self._draw_params(rows))
+        tokens = _argmax(logits)
+        if is_random.any():
+            at = np.flatnonzero(is_random)
+            where = torch.from_numpy(at).to(self._device)
+            tokens[where] = draw(logits.index_select(0, where), self._draw_params(rows[at]))
+        return tokens
+
+    def _draw_params(self, rows: Ints) -> DrawParams:
+        values = (
+            self._temperature[rows],
+            self._top_k[rows],
+            self._top_p[rows],
+            self._min_p[rows],
+            uniform(self._seed[rows], self._outputs[rows]),
+        )
+        return DrawParams(*(torch.from_numpy(v).to(self._device) for v in values))
 
 
-def _nucleus(weights: torch.Tensor, floor: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """The weight [n] of the last token of the smallest set that holds ``share`` of the mass above ``floor``."""
-    kept = weights.masked_fill(weights < floor.unsqueeze(1), 0.0)
-    # cumsum, not sum: its order of additions is the same for a row alone and in any batch.
-    wanted = kept.cumsum(dim=-1, dtype=torch.float64)[:, -1] * share
-    threshold, inside = _last_of_prefix(kept, wanted, min(TOP_P_PREFIX, kept.shape[1]))
-    if not bool(inside.all()):
-        rest = torch.nonzero(~inside).squeeze(1)
-        threshold[rest] = _last_of_prefix(kept[rest], wanted[rest], kept.shape[1])[0]
-    return threshold
-
-
-def _last_of_prefix(kept: torch.Tensor, wanted: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight at which the sorted weights' sum reaches ``wanted``, and whether it does within the ``count`` largest."""
-    values = kept.topk(count, dim=-1).values
-    mass = values.cumsum(dim=-1, dtype=torch.float64)
-    index = torch.searchsorted(mass, wanted.unsqueeze(1)).clamp_(max=count - 1)
-    inside = (mass[:, -1] >= wanted) if count < kept.shape[1] else torch.ones_like(wanted, dtype=torch.bool)
-    return values.gather(1, index).squeeze(1), inside
-
-
-def _inverse_cdf(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """The first token [n] whose cumulative weight exceeds ``u`` of the total; weights [n, vocab] of at least 0."""
-    mass = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = mass[:, -1]
-    below_total = torch.nextafter(total, torch.zeros_like(total))
-    target = torch.minimum(u * total, below_total)
-    # A row without any finite weight finds nothing; its result is discarded, but the id must be a valid one.
-    return torch.searchsorted(mass, target.unsqueeze(1), right=True).squeeze(1).clamp_(max=weights.shape[1] - 1)
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Index [n] of the largest of ``logits`` [n, vocab]; of equals the lowest."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))  # a tenth of the time of torch's
+    return logits.argmax(dim=-1)
 
 
 def unpack_mask(mask: bytes, vocab: int) -> torch.Tensor:
