@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from k3stack.estimate.pools import PoolPlan
 from k3stack.estimate.saved_plan import SavedPlan, figures, save_plan
 from k3stack.memory import Memory
 from k3stack.scheduler import PrefillFirst, SchedulerOptions
+from k3stack.scheduler.options import SglangEstimate
 from k3stack.scheduler.policy import Policy
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ def boot(
     """
     policy = policy_of(options)
     device = resolve_device(options.device)
-    path = model_folder(options.model_path)
+    options, path = _resolved(options)
     geometry = load_geometry(path)
     precision = precision_of(options, device.type)
     context = context_of(options, geometry)
@@ -112,6 +114,18 @@ def boot(
     return Engine(core, model, plan, precision)
 
 
+def _resolved(options: EngineOptions) -> tuple[EngineOptions, Path]:
+    """The options with the built-in model's needs, and the folder of the checkpoint."""
+    from k3stack.models.builtin import resolve
+
+    found = resolve(options.model_path)
+    if found.note is not None:
+        log.warning("%s", found.note)
+    if found.load_format is not None:
+        options = dataclasses.replace(options, load_format=found.load_format)
+    return options, Path(found.path)
+
+
 def _save(path: str, saved: SavedPlan) -> None:
     try:
         save_plan(path, saved)
@@ -152,16 +166,6 @@ def free_bytes(device: torch.device) -> int:
     import torch
 
     return int(torch.cuda.mem_get_info(device)[0])
-
-
-def model_folder(path: str) -> Path:
-    """The checkpoint's folder; ``nano`` is the model in the package."""
-    if path != "nano":
-        return Path(path)
-    folder = Path(__file__).parents[1] / "models" / "nano"
-    if not (folder / "config.json").exists():
-        raise UserError("the built-in model `nano` is not part of this installation", param="--model-path")
-    return folder
 
 
 def context_of(options: EngineOptions, geometry: ModelGeometry) -> int:
@@ -230,12 +234,15 @@ def _executor(
 
 def _scheduler_options(options: EngineOptions, plan: PoolPlan, context: int) -> SchedulerOptions:
     chunk = options.chunked_prefill_size
-    return SchedulerOptions(
-        context=context,
-        max_running=plan.max_running,
-        chunk_tokens=context if chunk < 0 else chunk,
-        max_queued=options.max_queued_requests,
-    )
+    fields = {
+        "context": context,
+        "max_running": plan.max_running,
+        "chunk_tokens": context if chunk < 0 else chunk,
+        "max_queued": max(options.max_queued_requests, 1),
+    }
+    if options.engine == "sglang":
+        return SchedulerOptions.for_sglang(estimate=SglangEstimate(finish_order=options.disable_radix_cache), **fields)
+    return SchedulerOptions(**fields)
 
 
 def _info(

@@ -21,6 +21,7 @@ from k3stack.chat.masks import GrammarSession
 from k3stack.config.sampling import SamplingParams
 from k3stack.engine import messages as msg
 from k3stack.engine.constraints import Constraints
+from k3stack.engine.observe import ObservedExecutor
 from k3stack.engine.stops import ContentText, RawText, StopMatcher
 from k3stack.errors import UserError
 from k3stack.memory import Memory
@@ -82,11 +83,11 @@ class EngineCore:
         self, memory: Memory, policy: Policy, options: SchedulerOptions, executor: Executor, setup: EngineSetup
     ) -> None:
         self.memory = memory
-        self.executor = executor
+        self.executor = ObservedExecutor(executor)
         self._setup = setup
         self.scheduler = Scheduler(memory, policy, options, WallClock(), stopper=self._stop)
         self._constraints = None if setup.tokenizer is None else Constraints(setup.tokenizer)
-        self._loop = StepLoop(self.scheduler, executor, self._constraints)
+        self._loop = StepLoop(self.scheduler, self.executor, self._constraints)
         self._compiling: dict[str, tuple[msg.Submit, Future[list[GrammarSession]]]] = {}
         self._live: dict[str, _Live] = {}
         self._choices: dict[str, _Choice] = {}
@@ -179,10 +180,11 @@ class EngineCore:
         return outputs
 
     def stats(self) -> dict[str, Any]:
-        """Gauges and counters, json-able: ``memory`` and ``scheduler``."""
+        """Gauges and counters, json-able: of ``memory``, ``scheduler`` and ``steps``."""
         return {
             "memory": dataclasses.asdict(self.memory.stats()),
             "scheduler": dataclasses.asdict(self.scheduler.stats()),
+            "steps": self.executor.stats(),
         }
 
     def flush(self) -> bool:

@@ -140,9 +140,10 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """The arena's occupancy by kind (``blocks_free``, ``blocks_running``, ``blocks_snapshot``, ``pages_running``,
-        ``pages_cached``, ...) and counters of reuse; the scheduler's under ``scheduler``."""
+        ``pages_cached``, ...) and counters of reuse; the scheduler's under ``scheduler``,
+        durations of steps under ``steps``."""
         stats = self._core.stats()
-        return {**stats["memory"], "scheduler": stats["scheduler"]}
+        return {**stats["memory"], "scheduler": stats["scheduler"], "steps": stats["steps"]}
 
     def flush(self) -> bool:
         """Drop every cached prefix."""

@@ -167,12 +167,15 @@ def engine_main(options: EngineOptions, script: Script | None, channel: Channel,
         from k3stack.engine.boot import build_core
 
         core = build_core(options, script)
+        stop.booting = False
         watchdog = Watchdog(context, channel, watchdog_timeout)
         try:
             last = _Loop(core, context, channel, outgoing, watchdog, stop).run()
         finally:
             watchdog.stop()
             core.close()
+    except SystemExit:
+        last = msg.Stopped("SIGTERM while starting")
     except UserError as error:
         kind: Any = type(error).__name__
         last = msg.Died(str(error), kind if kind in msg.USER_ERRORS else "UserError", error.param)
@@ -186,13 +189,16 @@ def engine_main(options: EngineOptions, script: Script | None, channel: Channel,
 
 
 class _StopFlag:
-    """SIGTERM's trace: the loop drains, then ends."""
+    """SIGTERM's trace: while booting the process ends at once, afterwards the loop drains, then ends."""
 
     def __init__(self) -> None:
         self.raised = False
+        self.booting = True
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         self.raised = True
+        if self.booting:
+            raise SystemExit
 
 
 def _end_with_parent() -> None:
@@ -276,17 +282,23 @@ class _Loop:
                 self._take_messages()
                 if self._shutdown:
                     return msg.Stopped("shut down")
-                self._watchdog.begin()
-                busy = self._core.turn()
-                self._watchdog.end()
-                if outputs := self._core.take_outputs():
-                    self._send(msg.Outputs(tuple(outputs)))
+                busy = self._turn()
                 if self._ended():
                     return msg.Stopped("drained on SIGTERM")
                 if not busy:
                     self._incoming.poll(IDLE_WAIT_MS)
         finally:
             self._incoming.close(linger=0)
+
+    def _turn(self) -> bool:
+        """One turn; its outputs leave even if it raises: open requests have got their ends by then."""
+        self._watchdog.begin()
+        try:
+            return self._core.turn()
+        finally:
+            self._watchdog.end()
+            if outputs := self._core.take_outputs():
+                self._send(msg.Outputs(tuple(outputs)))
 
     def _send(self, message: msg.FromEngine) -> None:
         self._outgoing.send(msg.encode(message))

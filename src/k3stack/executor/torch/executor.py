@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -87,8 +88,12 @@ class TorchExecutor:
         self._flying: list[Handle] = []
         self._queue: queue.SimpleQueue[Handle | None] = queue.SimpleQueue()
         self._closing = False
-        self._worker = threading.Thread(target=self._work, name="k3-executor", daemon=True)
+        # The thread must not keep a forgotten executor and its gigabytes alive.
+        self._worker = threading.Thread(
+            target=_work, args=(self._queue, weakref.ref(self)), name="k3-executor", daemon=True
+        )
         self._worker.start()
+        weakref.finalize(self, self._queue.put, None)
 
     @property
     def max_in_flight(self) -> int:
@@ -159,13 +164,8 @@ class TorchExecutor:
         self._queue.put(None)
         self._worker.join()
 
-    def _work(self) -> None:
-        with torch.inference_mode():
-            while (handle := self._queue.get()) is not None:
-                self._run(handle)
-                handle.done.set()
-
-    def _run(self, handle: Handle) -> None:
+    def run(self, handle: Handle) -> None:
+        """Carry a submitted step out; the worker's business. Never raises: a fault is the step's result."""
         if handle.plan.reset:
             self._reset()
         if self._failed is not None:
@@ -267,3 +267,14 @@ class TorchExecutor:
             for index in range(total - count, total):
                 first = min(max(length - index * rows, 0), rows)
                 self.arena.poison_rows(table[index], first)
+
+
+def _work(steps: queue.SimpleQueue[Handle | None], executor: weakref.ref[TorchExecutor]) -> None:
+    with torch.inference_mode():
+        while (handle := steps.get()) is not None:
+            owner = executor()
+            if owner is None:
+                return
+            owner.run(handle)
+            del owner
+            handle.done.set()
