@@ -9,8 +9,8 @@ import pytest
 
 from k3stack import LLM, SamplingParams
 from k3stack.chat import parse_ids
-from k3stack.chat.grammar import OutputGrammar, build_grammar
-from k3stack.chat.settings import ResponseFormat
+from k3stack.chat.grammar import build_grammar
+from k3stack.chat.settings import OutputGrammar, ResponseFormat
 from k3stack.engine import messages as msg
 from tests.cpu.test_llm import K3
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,3 +209,54 @@ def test_prompts_may_be_text(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     by_text, by_ids = llm.generate(["hello", list(b"hello")], params)
     assert by_text.token_ids == by_ids.token_ids and by_text.text is not None
+
+
+def test_a_forgotten_engine_ends_its_thread() -> None:
+    before = threading.active_count()
+    llm = K3.llm("float32")
+    llm.generate([[1, 2]], SamplingParams(temperature=0.0, max_tokens=2))
+    assert threading.active_count() == before + 1
+    del llm
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+REUSE = [("k3_tiny_open", 64), ("kimi_linear_tiny_open", 7)]
+
+
+@pytest.mark.parametrize(("name", "chunk"), REUSE, ids=[name for name, _ in REUSE])
+def test_reused_prefixes_give_the_logits_of_a_fresh_run(name: str, chunk: int) -> None:
+    """Hits that end in the middle of a page, at its end, on the whole prompt and behind decoded tokens."""
+    rng = np.random.default_rng(2)
+    history = rng.integers(0, 490, 200).tolist()
+    with Golden(name).llm(chunked_prefill_size=chunk, mamba_track_interval=64) as llm:
+        first = llm.generate([history], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))[0]
+        told = history + first.token_ids
+        prompts = {
+            "the same prompt": history,
+            "the conversation goes on": [*told, 5, 6, 7],
+            "a branch at a page's end": [*history[:128], 9, 9],
+            "a branch inside a page": [*history[:150], 9, 9, 9],
+            "the same branch again": [*history[:150], 9, 9, 9],
+            "one page exactly": history[:64],
+            "one page exactly, again": history[:64],
+            "one token": history[:1],
+        }
+        cached = {}
+        for what, prompt in prompts.items():
+            params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=True, top_logprobs=64)
+            result = llm.generate([prompt], params)[0]
+            cached[what] = result.cached_tokens
+            ids = prompt + result.token_ids
+            logits = llm.logits(ids)[len(prompt) - 1 : -1]
+            shift = logits.max(-1, keepdims=True)
+            logprobs = logits - shift - np.log(np.exp(logits - shift).sum(-1, keepdims=True))
+            for row, entry in zip(logprobs, result.logprobs, strict=True):
+                assert entry.logprob == pytest.approx(row[entry.token], abs=1e-9), what
+                assert np.abs(row[list(entry.top_ids)] - entry.top_logprobs).max() < 1e-9, what
+        assert cached["the same prompt"] >= 128 and cached["the conversation goes on"] >= 192
+        assert cached["a branch at a page's end"] > 0 and cached["the same branch again"] >= 128
+        assert all(cached[what] < len(prompt) for what, prompt in prompts.items())

@@ -234,15 +234,16 @@ def _executor(
 
 def _scheduler_options(options: EngineOptions, plan: PoolPlan, context: int) -> SchedulerOptions:
     chunk = options.chunked_prefill_size
-    fields = {
+    fields: dict[str, Any] = {
         "context": context,
         "max_running": plan.max_running,
         "chunk_tokens": context if chunk < 0 else chunk,
         "max_queued": max(options.max_queued_requests, 1),
     }
-    if options.engine == "sglang":
-        return SchedulerOptions.for_sglang(estimate=SglangEstimate(finish_order=options.disable_radix_cache), **fields)
-    return SchedulerOptions(**fields)
+    if options.engine != "sglang":
+        return SchedulerOptions(**fields)
+    estimate = SglangEstimate(finish_order=options.disable_radix_cache)
+    return SchedulerOptions.for_sglang(estimate=estimate, **fields)
 
 
 def _info(

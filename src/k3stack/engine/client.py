@@ -172,12 +172,12 @@ class EngineClient:
 
     async def stats(self, timeout_s: float = 10.0) -> dict[str, Any]:
         """Gauges and counters of scheduler and memory. Raises Unavailable when the engine does not answer."""
-        answer = await self._ask(msg.StatsRequest, timeout_s)
+        answer: msg.Stats = await self._ask(msg.StatsRequest, timeout_s)
         return answer.values
 
     async def flush(self, timeout_s: float = 60.0) -> bool:
         """Drop cached prefixes that nothing uses. False: requests are running or waiting, nothing was dropped."""
-        answer = await self._ask(msg.Flush, timeout_s)
+        answer: msg.Flushed = await self._ask(msg.Flush, timeout_s)
         return answer.done
 
     async def drain(self) -> None:

@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from k3stack.chat import Tokenizer
-from k3stack.chat.grammar import OutputGrammar
 from k3stack.chat.masks import Grammars, GrammarSession
+from k3stack.chat.settings import OutputGrammar
 from k3stack.errors import BugError
 from k3stack.scheduler import MaskedRow
 

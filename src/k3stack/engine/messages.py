@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from k3stack.chat.grammar import OutputGrammar
+from k3stack.chat.settings import OutputGrammar
 from k3stack.config.sampling import SamplingParams
 from k3stack.errors import CheckpointError, DoesNotFit, UserError
 from k3stack.scheduler.plan import TokenLogprobs

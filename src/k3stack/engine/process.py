@@ -123,7 +123,12 @@ class EngineProcess:
         ended: asyncio.Future[None] = loop.create_future()
         # A duplicate: several waiters may watch the same process, and a loop takes one reader a descriptor.
         descriptor = os.dup(self._process.sentinel)
-        loop.add_reader(descriptor, lambda: ended.done() or ended.set_result(None))
+
+        def end() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        loop.add_reader(descriptor, end)
         try:
             await asyncio.wait_for(ended, timeout_s)
         except TimeoutError:
