@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: serve chat test test-slow lint clean
 
 serve: $(VENV)/.serve
-	OMP_NUM_THREADS= $(BIN)/k3 serve --model-path $(MODEL) --port $(PORT)
+	@exec env -u OMP_NUM_THREADS $(BIN)/k3 serve --model-path $(MODEL) --port $(PORT)
 
 chat: $(VENV)/.serve
 	$(BIN)/k3 chat --base-url http://127.0.0.1:$(PORT)
