@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
+from k3stack import LLM
+from k3stack.models.builtin import resolve
 from tests.cpu.served import ROOT, Served, served
 
 TOOLS: list[Any] = [
@@ -121,6 +124,32 @@ def test_completions_and_logprobs(server: Served) -> None:
     assert len(logprobs.tokens) == 9
 
 
+def test_scores_are_those_of_the_network(server: Served) -> None:
+    llm = LLM(resolve("nano").path, dtype="float64", device="cpu", load_format="dummy", arena_gib=0.02)
+    ids = [ord(c) for c in "The quick brown fox"]
+    logits = np.asarray(llm.logits(ids), dtype=np.float64)
+    llm.close()
+    expected = (
+        logits
+        - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True))
+        - logits.max(1, keepdims=True)
+    )
+    body = {
+        "input_ids": ids,
+        "sampling_params": {"max_new_tokens": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 3,
+    }
+    meta = httpx.post(f"{server.url}/generate", json=body, timeout=60).json()["meta_info"]
+    scored = meta["input_token_logprobs"]
+    assert [entry[1] for entry in scored] == ids and scored[0][0] is None
+    for position in range(1, len(ids)):
+        assert scored[position][0] == pytest.approx(expected[position - 1, ids[position]], abs=1e-6)
+        best = [entry[1] for entry in meta["input_top_logprobs"][position]]
+        assert best == list(np.argsort(-expected[position - 1])[:3])
+
+
 def test_seeds_and_stop_ids(server: Served) -> None:
     ask: dict[str, Any] = {"model": "nano", "messages": question("Hi"), "max_tokens": 12, "seed": 5}
     one, two = (server.client.chat.completions.create(**ask, n=2) for _ in range(2))
@@ -137,7 +166,7 @@ def test_too_long_is_refused_with_the_numbers(server: Served) -> None:
     ("options", "status", "says"),
     [
         (["--model-path", "/no/such/folder"], 2, "config.json"),
-        (["--model-path", "nano", "--arena-gib", "0.0001"], 2, "budget of 107,374 B holds 0 blocks"),
+        (["--model-path", "nano", "--arena-gib", "0.0001"], 1, "budget of 107,374 B holds 0 blocks"),
         (["--model-path", "nano", "--port", "x"], 2, "--port"),
     ],
 )

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from k3stack.errors import K3Error
-from k3stack.server import chat, completions, models
+from k3stack.server import chat, completions, generate, models
 from k3stack.server.access import KeyGate
 from k3stack.server.http_errors import error_object, error_response, json_response
 from k3stack.server.schemas import request_body
@@ -26,6 +26,7 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 ROUTES: tuple[tuple[str, str, Handler, str], ...] = (
     ("POST", "/v1/chat/completions", chat.handle, "A chat answer, whole or as a stream"),
     ("POST", "/v1/completions", completions.handle, "Text that goes on from a prompt"),
+    ("POST", "/generate", generate.handle, "Text and ids with log-probabilities, in SGLang's form"),
     ("GET", "/v1/models", models.list_models, "The served model"),
     ("GET", "/v1/models/{name:path}", models.one_model, "The served model, by name"),
     ("GET", "/health", models.health, "200 while requests are taken, else 503"),

@@ -14,13 +14,14 @@ from starlette.responses import Response
 
 from k3stack.chat.tokenizer import Detokenizer
 from k3stack.engine.messages import Output, Submit
-from k3stack.errors import K3Error, UserError
+from k3stack.errors import UserError
 from k3stack.scheduler.plan import TokenLogprobs
 from k3stack.server import translate
 from k3stack.server.body import read_body
 from k3stack.server.chat import LONG_PROMPT_CHARS, labels
 from k3stack.server.fields import COMPLETION_RULES, CompletionRequest, decode
 from k3stack.server.http_errors import json_response
+from k3stack.server.many import run_many
 from k3stack.server.records import Record
 from k3stack.server.service import Service
 from k3stack.server.sse import DONE, open_stream, unless_gone
@@ -148,38 +149,8 @@ def _prompts(service: Service, request: CompletionRequest) -> list[tuple[tuple[i
 
 async def _outputs(service: Service, job: CompletionJob) -> AsyncIterator[tuple[int, Output]]:
     """Outputs of all prompts with the number of their choice, as they come."""
-    n = job.request.n
-    if len(job.submits) == 1:
-        async for output in service.run(job.submits[0], job.record):
-            yield output.choice, output
-        return
-    queue: asyncio.Queue[tuple[int, Output] | K3Error | None] = asyncio.Queue()
-
-    async def one(number: int, submit: Submit) -> None:
-        try:
-            async for output in service.run(submit, job.record):
-                queue.put_nowait((number * n + output.choice, output))
-        except K3Error as e:
-            queue.put_nowait(e)
-        finally:
-            queue.put_nowait(None)
-
-    tasks = [asyncio.create_task(one(number, submit)) for number, submit in enumerate(job.submits)]
-    running = len(tasks)
-    try:
-        while running:
-            item = await queue.get()
-            if isinstance(item, K3Error):
-                raise item
-            if item is None:
-                running -= 1
-            else:
-                yield item
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async for number, output in run_many(service, job.submits, job.record):
+        yield number * job.request.n + output.choice, output
 
 
 def _reason(output: Output) -> str:

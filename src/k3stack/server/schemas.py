@@ -7,10 +7,12 @@ from typing import Any
 import msgspec
 
 from k3stack.server.fields import ChatRequest, CompletionRequest
+from k3stack.server.native_fields import GenerateRequest
 
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/generate": GenerateRequest,
 }
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from typing import Protocol
 
 from k3stack.chat.settings import Thinking, parse_thinking
 from k3stack.config.options import did_you_mean
 from k3stack.config.sampling import SamplingParams
 from k3stack.errors import UserError
-from k3stack.server.fields import ChatRequest, CompletionRequest, SamplingFields
+from k3stack.server.fields import ChatRequest, CompletionRequest
 from k3stack.server.http_errors import NotFound
 
 TEMPLATE_KEYS = ("thinking", "enable_thinking", "thinking_effort", "preserve_thinking", "force_nonempty_content")
@@ -36,8 +37,43 @@ def check_model(asked: str | None, served: tuple[str, ...]) -> None:
         raise NotFound(f"the model {asked!r} is not served here; {served[0]!r} is", param="model")
 
 
+class Sampled(Protocol):
+    """The fields of a request that become sampling parameters."""
+
+    @property
+    def n(self) -> int: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def min_tokens(self) -> int: ...
+    @property
+    def temperature(self) -> float | None: ...
+    @property
+    def top_p(self) -> float | None: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def presence_penalty(self) -> float: ...
+    @property
+    def frequency_penalty(self) -> float: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def logit_bias(self) -> dict[str, float]: ...
+    @property
+    def seed(self) -> int | None: ...
+    @property
+    def stop(self) -> str | list[str]: ...
+    @property
+    def stop_token_ids(self) -> list[int]: ...
+    @property
+    def ignore_eos(self) -> bool: ...
+
+
 def sampling(
-    request: SamplingFields,
+    request: Sampled,
     limits: Limits,
     *,
     max_tokens: int | None,
