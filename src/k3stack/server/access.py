@@ -9,8 +9,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from k3stack.server.http_errors import Unauthorized, error_response
 
-OPEN_PATHS = frozenset({"/health"})
-"""Answered without a key: probes have none."""
+OPEN_PATHS = frozenset({"/health", "/"})
+"""Answered without a key: probes have none, and the page at / asks for one before it gets any data."""
 
 
 class KeyGate:

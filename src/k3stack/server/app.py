@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from k3stack.errors import K3Error
-from k3stack.server import chat, completions, generate, models
+from k3stack.server import chat, completions, dashboard, generate, models
 from k3stack.server.access import KeyGate
 from k3stack.server.http_errors import error_object, error_response, json_response
 from k3stack.server.schemas import request_body
@@ -31,6 +31,8 @@ ROUTES: tuple[tuple[str, str, Handler, str], ...] = (
     ("GET", "/v1/models/{name:path}", models.one_model, "The served model, by name"),
     ("GET", "/health", models.health, "200 while requests are taken, else 503"),
     ("GET", "/metrics", models.metrics, "Counters and gauges for Prometheus"),
+    ("GET", "/", dashboard.page, "A page to look at: memory, queue, streams, times"),
+    ("GET", "/dashboard/data", dashboard.data, "What that page draws"),
 )
 
 

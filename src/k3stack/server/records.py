@@ -61,6 +61,11 @@ class Record:
         return sum(self._cached.values())
 
     @property
+    def tokens_of_longest_choice(self) -> int:
+        """Tokens so far of the choice that has the most."""
+        return max(self._sent.values(), default=0)
+
+    @property
     def end(self) -> str:
         """The one end of the request: the worst of its choices'."""
         for worst in ("error", "rejected", "disconnect", "abort"):

@@ -122,10 +122,11 @@ class Runner(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         boot = asyncio.create_task(self._boot(), name="boot")
         watch = asyncio.create_task(self._watch_engine(), name="watch-engine")
+        history = asyncio.create_task(self._service.history.follow(), name="history")
         try:
             await self.serve(sockets=[listener])
         finally:
-            for task in (boot, watch, self._draining):
+            for task in (boot, watch, history, self._draining):
                 if task is not None and not task.done():
                     task.cancel()
             await self._service.engine.close()

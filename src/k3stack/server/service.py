@@ -14,6 +14,7 @@ from k3stack.config.geometry import ModelGeometry
 from k3stack.config.options import EngineOptions, ServeOptions
 from k3stack.engine.messages import Output, Submit
 from k3stack.errors import BugError, K3Error, NotNow, Unavailable, UserError
+from k3stack.server.history import History
 from k3stack.server.metrics import HttpMetrics
 from k3stack.server.records import Record, Recorder, write_to_stderr
 from k3stack.server.translate import Limits
@@ -66,10 +67,12 @@ class Service:
     metrics: HttpMetrics = field(init=False)
     recorder: Recorder = field(init=False)
     limits: Limits = field(init=False)
-    _open: int = 0
+    history: History = field(init=False)
+    _open: dict[int, Record] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.metrics = HttpMetrics(self.model)
+        self.history = History(self.stats)
         self.recorder = Recorder(self.metrics, None if self.options.disable_request_log else write_to_stderr)
         context = min(self.engine_options.context_length or self.geometry.context, self.geometry.context)
         self.limits = Limits(context, self.geometry.vocab, self.options.max_choices, self.options.max_stop_strings)
@@ -110,12 +113,16 @@ class Service:
     @property
     def open(self) -> int:
         """Requests of the API that have not ended."""
-        return self._open
+        return len(self._open)
+
+    def records(self) -> list[Record]:
+        """The records of those requests, the oldest first."""
+        return list(self._open.values())
 
     @asynccontextmanager
     async def track(self, record: Record) -> AsyncIterator[None]:
         """Around a request: it is counted while open, and recorded once at its end, however it ends."""
-        self._open += 1
+        self._open[id(record)] = record
         self.metrics.in_flight.inc()
         status = 200
         try:
@@ -135,7 +142,7 @@ class Service:
             record.ends.append("error")
             raise
         finally:
-            self._open -= 1
+            del self._open[id(record)]
             self.metrics.in_flight.dec()
             self.recorder.finish(record, status)
 
@@ -178,11 +185,11 @@ class Service:
         was_ready = self.phase == "ready"
         self.phase = "draining"
         if was_ready:
-            log.info("draining: %d open requests, at most %g s", self._open, self.options.drain_timeout)
+            log.info("draining: %d open requests, at most %g s", self.open, self.options.drain_timeout)
         finished = await self._wait_until_idle(self.options.drain_timeout)
         if not finished:
             self.phase = "cutting"
-            log.warning("drain timeout: cutting %d open requests", self._open)
+            log.warning("drain timeout: cutting %d open requests", self.open)
             for rid in self.engine.open_requests():
                 await self.engine.abort(rid)
             await self._wait_until_idle(5.0)
@@ -194,4 +201,4 @@ class Service:
         deadline = loop.time() + timeout_s
         while self._open and loop.time() < deadline:
             await asyncio.sleep(0.02)
-        return self._open == 0
+        return not self._open
