@@ -12,7 +12,7 @@ all horizons, of (chance of a return within the horizon) / (expected opens until
 anything is known the chance is the same in each octave of age; the index then falls with age and the order is that of
 least recent use. When sessions return in turn, every return is seen at the same age, the index *rises* towards it, and
 the freshest tips go first: a stable part of the sessions stays whole instead of each being dropped just before it
-returns. Evicted tips leave a *ghost* behind (depth and last page of their prefix), so that returns to what is no
+returns. Evicted tips leave a *ghost* behind (their depth and a hash of a few pages), so that returns to what is no
 longer there are counted too.
 """
 
@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from k3stack.memory.tree import Ids, PrefixTree, Snapshot
+from k3stack.memory.tree import Ids, Node, PrefixTree, Snapshot
 
 FRESH_TIP, RETURNING_TIP, INNER, FORK, PROMISED = range(5)
 KINDS = 5
@@ -46,8 +46,8 @@ def age_bin(age: int) -> int:
     return min(2 * bits - 3 + (age >> (bits - 2) & 1), BINS - 1)
 
 
-GhostKey = tuple[int, Ids]
-"""Depth in pages, and the ids of the last page."""
+GhostKey = tuple[int, int]
+"""Depth in pages, and a hash of four pages on the way there: one alone is often common to many prompts."""
 
 
 class Ghost(NamedTuple):
@@ -311,7 +311,7 @@ class Retention:
         if kind in (INNER, FORK) or not node.depth:
             self._ranking.ended(kind, self.now - snapshot.last)
             return
-        self._add_ghost((node.depth, node.key), Ghost(snapshot.last, kind))
+        self._add_ghost(_key_of(node), Ghost(snapshot.last, kind))
         if len(self.ghosts) > self._most_ghosts:
             old = self._remove_ghost(next(iter(self.ghosts)))
             self._ranking.ended(old.kind, self.now - old.last)
@@ -335,7 +335,8 @@ class Retention:
             depths = sorted((d for d in at if beyond < d <= deepest), reverse=True)
         for depth in depths:
             if depth in at:
-                key = (depth, ids[(depth - 1) * width : depth * width])
+                pages = (ids[(d - 1) * width : d * width] for d in _sampled(depth))
+                key = (depth, hash(tuple(pages)))
                 if key in self.ghosts:
                     return key
         return None
@@ -344,3 +345,18 @@ class Retention:
         """Forget the ghosts; what was learned of the traffic stays."""
         self.ghosts.clear()
         self._ghosts_at.clear()
+
+
+def _sampled(depth: int) -> tuple[int, int, int, int]:
+    """The pages (counted from 1) that a ghost of ``depth`` pages is known by."""
+    return depth, max(1, 3 * depth // 4), max(1, depth // 2), 1
+
+
+def _key_of(node: Node) -> GhostKey:
+    keys: dict[int, Ids] = {}
+    step, wanted = node, set(_sampled(node.depth))
+    while step.parent is not None:
+        if step.depth in wanted:
+            keys[step.depth] = step.key
+        step = step.parent
+    return node.depth, hash(tuple(keys[d] for d in _sampled(node.depth)))

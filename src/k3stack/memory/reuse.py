@@ -40,7 +40,7 @@ def find(tree: PrefixTree, tokens: Ids, *, states: bool) -> Hit:
     return Hit(match.node, (), None, None, position, pages_only, forked)
 
 
-def explain(prompt: int, hit: Hit, ghost: tuple[int, Ids] | None, page_tokens: int) -> str:
+def explain(prompt: int, hit: Hit, ghost: tuple[int, int] | None, page_tokens: int) -> str:
     """Why ``hit`` is not more, in words."""
     if hit.position and hit.position == prompt - 1:
         return f"all but the last of {prompt:,} tokens; one must be computed"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from k3stack.estimate.pools import BlockLayout, PoolPlan
+from k3stack.estimate.pools import BlockLayout, Engine, PoolPlan
 from k3stack.memory import Memory
 from k3stack.memory.ops import ClearState, CopyPage, CopyState, Op, SetPage, SetState
 
@@ -25,6 +25,7 @@ def pool(
     dcp: int = 1,
     states: bool = True,
     pages: bool = True,
+    engine: Engine = "k3",
     **more: Any,
 ) -> PoolPlan:
     """A plan of tiny pages (``rows`` cache rows) for an arena of ``blocks`` blocks."""
@@ -38,7 +39,7 @@ def pool(
         page_rows=rows,
         dcp=dcp,
     )
-    return PoolPlan("k3", layout, blocks * layout.block_bytes, blocks, **more)
+    return PoolPlan(engine, layout, blocks * layout.block_bytes, blocks, **more)
 
 
 def sampled(prefix: tuple[int, ...]) -> int:
