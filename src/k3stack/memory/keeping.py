@@ -86,10 +86,10 @@ class Keeper:
         self._room.held_states -= 1
         snapshot.last = self._retention.now
         snapshot.returning = row.returning
-        snapshot.forks = 1 if position == row.branch else 0
+        snapshot.uses = 2 if position == row.branch else 0
         row.taken.append(snapshot)
         parent = snapshot.parent
-        if parent is not None and parent is row.decode_snapshot and not parent.forks and len(parent.children) == 1:
+        if parent is not None and parent is row.decode_snapshot and not parent.uses and len(parent.children) == 1:
             self._supersede(parent)
         row.decode_snapshot = snapshot if position > row.prompt else None
         self._trim_path(snapshot)
@@ -110,7 +110,7 @@ class Keeper:
         for snapshot in reversed(path[1:]):
             if len(path) <= self._max_per_path:
                 return
-            if len(snapshot.children) == 1 and not snapshot.forks and not snapshot.locks:
+            if len(snapshot.children) == 1 and snapshot.uses < 2 and not snapshot.locks:
                 self._supersede(snapshot)
                 path.remove(snapshot)
 

@@ -5,7 +5,7 @@
     rank = (expected returns per open in the coming time) x (tokens a return would save) / (pages that going frees)
 
 The first factor is learned from the traffic itself. For each *kind* of snapshot (the tip of a path, fresh or one that
-has been returned to before; an inner one; one that a branch was taken from; one a preempted request was promised) we
+has been returned to before; an inner one; one that several prompts have used; one a preempted request was promised) we
 count, by age since its last use in opens, how many were returned to at that age and how many reached it. That gives
 the chance h of a return in each age bin, and from it the Gittins index of a snapshot of age a: the largest value, over
 all horizons, of (chance of a return within the horizon) / (expected opens until the return or the horizon). Before
@@ -73,11 +73,14 @@ class Lesson(NamedTuple):
 
 
 def kind_of(snapshot: Snapshot) -> int:
-    """What a snapshot is now. A tip that a row runs on will soon lie behind a deeper one, so it counts as inner."""
+    """What a snapshot is now. What has been used twice is where prompts part, or will be used again as it is; the tip of
+    a session is used once, and then lies behind a deeper one. So does, soon, a tip that a row runs on."""
     if snapshot.promised:
         return PROMISED
+    if snapshot.uses >= 2:
+        return FORK
     if snapshot.children or snapshot.node.locks:
-        return FORK if snapshot.forks else INNER
+        return INNER
     return RETURNING_TIP if snapshot.returning else FRESH_TIP
 
 
@@ -167,7 +170,7 @@ class Worth:
             [PRIOR[FRESH_TIP]] * BINS,
         )
         for kind in range(KINDS):
-            prior = tips if kind in (FRESH_TIP, RETURNING_TIP) else [PRIOR[kind]] * BINS
+            prior = tips if kind in (FRESH_TIP, RETURNING_TIP, FORK) else [PRIOR[kind]] * BINS
             self._index[kind] = gittins(chances(self._returns[kind], ends[kind], prior))
 
     def rank(self, snapshot: Snapshot, now: int) -> float:
@@ -256,6 +259,17 @@ class Retention:
             return snapshot
         return None
 
+    def victim_with_pages(self) -> Snapshot | None:
+        """The first in the order of ``victim`` whose going frees pages too; None when there is none."""
+        if self.now - self._sorted_at > len(self._tree.snapshots) // 16:
+            self._sort()
+        for _, _, snapshot in reversed(self._queue):
+            if snapshot.parent is None or snapshot.locks:
+                continue
+            if snapshot.page >= 0 or (not snapshot.children and not snapshot.node.locks):
+                return snapshot
+        return None
+
     def _sort(self) -> None:
         self._sorted_at = self.now
         self._ranking.refresh(self._tree, self.ghosts, self.now)
@@ -288,8 +302,7 @@ class Retention:
         if snapshot is not None:
             self._ranking.returned(kind, self.now - snapshot.last)
             snapshot.last = self.now
-            if kind in (INNER, FORK):
-                snapshot.forks += 1
+            snapshot.uses += 1
         return lesson
 
     def unlearn(self, lesson: Lesson) -> None:
@@ -301,8 +314,7 @@ class Retention:
         if snapshot is not None:
             self._ranking.returned(lesson.kind, self.now - lesson.last, -1.0)
             snapshot.last = lesson.last
-            if lesson.kind in (INNER, FORK):
-                snapshot.forks -= 1
+            snapshot.uses -= 1
         self.now -= 1
 
     def evicted(self, snapshot: Snapshot) -> None:

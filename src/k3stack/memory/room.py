@@ -80,7 +80,7 @@ class Room:
                 if self._tree.orphans:
                     self.evicted_pages += self._tree.remove_orphans(short_of_pages or self._arena.pages_per_block)
                     continue
-            if not self._evict(spare):
+            if not self._evict(spare, pages):
                 return False
 
     def _short_of_states(self, blocks: int) -> bool:
@@ -97,8 +97,11 @@ class Room:
             short = max(short, arena.pages_in_slabs + pages - limit)
         return max(0, short)
 
-    def _evict(self, spare: Snapshot | None) -> bool:
-        victim = self._retention.victim()
+    def _evict(self, spare: Snapshot | None, pages: int) -> bool:
+        # Under a cap on pages a state's block is of no help where pages are short.
+        limit = self._pages.limit
+        capped = limit is not None and pages > 0 and self._arena.pages_in_slabs + pages > limit
+        victim = self._retention.victim_with_pages() if capped else self._retention.victim()
         if victim is None or victim is spare:
             return False
         self.evict(victim)

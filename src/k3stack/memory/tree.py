@@ -48,8 +48,8 @@ class Snapshot:
     """A kept state. ``page`` holds the rows of ``tail`` (NO_BLOCK where the tail is empty)."""
 
     __slots__ = (
-        "block", "children", "forks", "last", "locks", "node", "page", "parent", "position", "promised", "returning",
-        "tail",
+        "block", "children", "last", "locks", "node", "page", "parent", "position", "promised", "returning",
+        "tail", "uses",
     )  # fmt: skip
 
     def __init__(self, node: Node, tail: Ids, position: int, block: int, page: int) -> None:
@@ -64,8 +64,8 @@ class Snapshot:
         # What retention goes by:
         self.last = 0
         """The open that last hit it, or took it."""
-        self.forks = 0
-        """How often a row hit it that left the path known until then."""
+        self.uses = 0
+        """How many rows have begun from it; one that was taken where two prompts part counts both."""
         self.returning = False
         """Its path has been returned to before."""
         self.promised = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from benchmarks.arena_capacity import BUDGET_GIB, TOKENS, Row, markdown, table
 
 DOCS = Path(__file__).parents[3] / "docs" / "arena.md"

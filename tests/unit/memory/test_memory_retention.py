@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -133,7 +134,7 @@ def test_bins_of_age() -> None:
 
 def test_before_anything_is_known_older_is_worth_less() -> None:
     index = gittins([PRIOR[FRESH_TIP]] * BINS)
-    assert all(a >= b for a, b in zip(index, index[1:], strict=False)) and index[0] > 5 * index[8]
+    assert all(a >= b for a, b in itertools.pairwise(index)) and index[0] > 5 * index[8]
 
 
 def test_index_of_returns_at_one_age_rises_towards_it() -> None:
