@@ -73,8 +73,11 @@ class Lesson(NamedTuple):
 
 
 def kind_of(snapshot: Snapshot) -> int:
-    """What a snapshot is now. What has been used twice is where prompts part, or will be used again as it is; the tip of
-    a session is used once, and then lies behind a deeper one. So does, soon, a tip that a row runs on."""
+    """What a snapshot is now.
+
+    What has been used twice is where prompts part, and will be used again as it is; a session uses its tip once and
+    leaves a deeper one. A tip that a row runs on will soon lie behind that row's, so it counts as inner.
+    """
     if snapshot.promised:
         return PROMISED
     if snapshot.uses >= 2:
