@@ -114,15 +114,18 @@ def test_no_worse_than_least_recent_use_where_that_is_good(blocks: int, one_shot
 
 
 def test_popular_prefixes_stay() -> None:
-    rng, memory = random.Random(2), Memory(plan(30))
-    popular = [tokens(3_000, rng) for _ in range(3)]
-    for _ in range(60):
-        serve(memory, [*rng.choice(popular), *tokens(ADDED, rng)], rng)
-        serve(memory, tokens(3_000, rng), rng)
-    before = memory.stats()
-    for ids in popular:
-        assert memory.lookup([*ids, 1]).cached >= 2_048
-    assert before.cached_tokens > 0.4 * before.prompt_tokens
+    """Every other request is about one of three documents; half of all tokens can be cached at most."""
+    shares = []
+    for seed in range(3):
+        rng, memory = random.Random(seed), Memory(plan(30))
+        popular = [tokens(3_000, rng) for _ in range(3)]
+        for _ in range(60):
+            serve(memory, [*rng.choice(popular), *tokens(ADDED, rng)], rng)
+            serve(memory, tokens(3_000, rng), rng)
+        stats = memory.stats()
+        shares.append(stats.cached_tokens / stats.prompt_tokens)
+        assert all(memory.lookup([*ids, 1]).cached >= 2_048 for ids in popular)
+    assert sum(shares) > 3 * 0.4
 
 
 def test_bins_of_age() -> None:
