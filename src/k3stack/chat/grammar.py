@@ -72,6 +72,14 @@ def build_grammar(
     return OutputGrammar(writer.source(start), in_think, prefix)
 
 
+def build_text_grammar(
+    form: ResponseFormat | None = None, regex: str | None = None, ebnf: str | None = None
+) -> OutputGrammar | None:
+    """The grammar of an output that is bare text, without tags (completions of a raw prompt); None: it is free."""
+    body = _body(form or ResponseFormat("text"), regex, ebnf)
+    return OutputGrammar(f"start: {body.split(':', 1)[0]}\n{body}\n", thinking=False) if body else None
+
+
 def _body(form: ResponseFormat, regex: str | None, ebnf: str | None) -> str | None:
     """The rule of a constrained response; None for free text."""
     asked = [("response_format", form.kind != "text"), ("regex", regex is not None), ("ebnf", ebnf is not None)]

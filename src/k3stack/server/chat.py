@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from k3stack.chat.calls import ToolCallIds
+from k3stack.chat.grammar import build_grammar
 from k3stack.chat.parser import OutputParser
-from k3stack.chat.prompt import declared_tools, encode, render, starts_in_think
-from k3stack.chat.settings import ToolChoice, parse_response_format, parse_tool_choice
+from k3stack.chat.prompt import declared_tools, encode, is_continued, render, starts_in_think
+from k3stack.chat.settings import OutputGrammar, ToolChoice, parse_response_format, parse_tool_choice
 from k3stack.engine.messages import Submit
-from k3stack.errors import UserError
 from k3stack.server import translate
 from k3stack.server.body import read_body
 from k3stack.server.chat_job import ChatChoice, ChatJob, WholeAnswer
@@ -66,7 +67,6 @@ def _prepare(service: Service, request: ChatRequest, header_id: str | None) -> C
     declared = declared_tools(request.messages, request.tools)
     choice = parse_tool_choice(request.tool_choice, declared)
     ids = tuple(encode(segments, service.tokenizer))
-    _refuse_constraints(request, choice)
     asked, limit_field = translate.output_limit(request)
     rid = translate.request_id(request.rid, header_id, service.engine.open_requests(), "chatcmpl-")
     params = translate.sampling(
@@ -79,14 +79,16 @@ def _prepare(service: Service, request: ChatRequest, header_id: str | None) -> C
         top_logprobs=request.top_logprobs,
     )
     in_think = starts_in_think(segments)
-    calls_allowed = bool(declared) and choice.mode != "none"
+    most_calls = None if request.parallel_tool_calls else 1
+    if not declared or choice.mode == "none":
+        most_calls = 0
     call_ids = ToolCallIds(request.messages)
     choices = [
         ChatChoice(
             OutputParser(
                 service.tokenizer,
                 in_think,
-                max_calls=None if calls_allowed else 0,
+                max_calls=most_calls,
                 force_content=translate.force_content(request),
             ),
             call_ids,
@@ -100,19 +102,44 @@ def _prepare(service: Service, request: ChatRequest, header_id: str | None) -> C
         priority=request.priority,
         stop_scope="content",
         thinking=in_think,
+        grammar=_grammar(service, request, choice, all_tools(request), in_think),
     )
     record = Record(rid, "chat", request.stream, prompt_tokens=len(ids), labels=labels(request))
     return ChatJob(request, submit, record, service.model, int(time.time()), choices)
 
 
-def _refuse_constraints(request: ChatRequest, choice: ToolChoice) -> None:
-    """What needs a grammar, which the engine does not apply yet."""
-    if choice.forced:
-        raise UserError("tool_choice can only be auto or none in this version", param="tool_choice")
-    if parse_response_format(request.response_format).kind != "text":
-        raise UserError("response_format can only be text in this version", param="response_format")
-    if not request.parallel_tool_calls:
-        raise UserError("parallel_tool_calls can only be true in this version", param="parallel_tool_calls")
+def _grammar(
+    service: Service, request: ChatRequest, choice: ToolChoice, tools: Sequence[Mapping[str, Any]], in_think: bool
+) -> OutputGrammar | None:
+    """What the answer must match; None where it is free."""
+    return build_grammar(
+        service.tokenizer,
+        in_think=in_think,
+        tools=tools,
+        choice=choice,
+        form=parse_response_format(request.response_format),
+        parallel=request.parallel_tool_calls,
+        regex=request.regex,
+        ebnf=request.ebnf,
+        prefix=_continued_ids(service, request),
+    )
+
+
+def _continued_ids(service: Service, request: ChatRequest) -> tuple[int, ...]:
+    """Ids of the answer that the request brings along, where it goes on with its last message."""
+    if not is_continued(request.messages, request.continue_final_message):
+        return ()
+    content = request.messages[-1].get("content") or ()
+    parts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    return tuple(token for part in parts for token in service.tokenizer.encode_text(part))
+
+
+def all_tools(request: ChatRequest) -> list[Mapping[str, Any]]:
+    """The tools of the request and those that system messages add."""
+    found: list[Mapping[str, Any]] = list(request.tools or ())
+    for message in request.messages:
+        found += message.get("tools") or ()
+    return found
 
 
 def labels(request: SamplingFields) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from k3stack.chat.grammar import build_text_grammar
+from k3stack.chat.settings import parse_response_format
 from k3stack.chat.tokenizer import Detokenizer
 from k3stack.engine.messages import Output, Submit
 from k3stack.errors import UserError
@@ -96,6 +98,7 @@ def prepare(service: Service, request: CompletionRequest, header_id: str | None)
     wanted = request.logprobs
     if wanted is not None and not 0 <= wanted <= 20:
         raise UserError(f"logprobs is {wanted}; it must be from 0 to 20", param="logprobs")
+    grammar = build_text_grammar(parse_response_format(request.response_format), request.regex, request.ebnf)
     submits, choices = [], []
     for number, (ids, text) in enumerate(prompts):
         params = translate.sampling(
@@ -110,7 +113,7 @@ def prepare(service: Service, request: CompletionRequest, header_id: str | None)
         if request.echo and wanted is not None:
             params = msgspec.structs.replace(params, prompt_logprobs_from=0)
         own = rid if len(prompts) == 1 else f"{rid}-{number}"
-        submits.append(Submit(rid=own, prompt_ids=ids, sampling=params, priority=request.priority))
+        submits.append(Submit(rid=own, prompt_ids=ids, sampling=params, priority=request.priority, grammar=grammar))
         for _ in range(request.n):
             shown = Detokenizer(service.tokenizer, show_control=not request.skip_special_tokens)
             choices.append(TextChoice(shown, ids, text if request.echo else None))

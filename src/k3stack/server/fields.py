@@ -71,6 +71,8 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     thinking: bool | Json | None = None
     chat_template_kwargs: Json | None = None
     continue_final_message: bool = False
+    regex: str | None = None
+    ebnf: str | None = None
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -82,6 +84,9 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     echo: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    response_format: Json | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

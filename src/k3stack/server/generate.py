@@ -16,6 +16,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from k3stack.chat.grammar import build_text_grammar
+from k3stack.chat.settings import OutputGrammar, parse_response_format
 from k3stack.chat.tokenizer import Detokenizer, Tokenizer
 from k3stack.engine.messages import Output, Submit
 from k3stack.errors import UserError
@@ -174,7 +176,19 @@ def _submit(
     )
     if request.return_logprob and 0 <= start < len(ids):
         params = msgspec.structs.replace(params, prompt_logprobs_from=start)
-    return Submit(rid=rid, prompt_ids=ids, sampling=params, priority=request.priority)
+    return Submit(rid=rid, prompt_ids=ids, sampling=params, priority=request.priority, grammar=_grammar(native))
+
+
+def _grammar(native: NativeSampling) -> OutputGrammar | None:
+    form = None
+    if native.json_schema is not None:
+        try:
+            schema = msgspec.json.decode(native.json_schema)
+        except msgspec.DecodeError as e:
+            param = "sampling_params.json_schema"
+            raise UserError(f"{param} is not JSON: {e}", param=param) from None
+        form = parse_response_format({"type": "json_schema", "json_schema": {"schema": schema}})
+    return build_text_grammar(form, native.regex, native.ebnf)
 
 
 async def _whole(service: Service, job: GenerateJob) -> Any:

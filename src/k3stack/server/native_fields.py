@@ -28,6 +28,10 @@ class NativeSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool = False
     n: int = 1
     skip_special_tokens: bool = True
+    json_schema: str | None = None
+    """Text of a JSON schema."""
+    regex: str | None = None
+    ebnf: str | None = None
 
     @property
     def seed(self) -> int | None:
@@ -98,9 +102,6 @@ NATIVE_SAMPLING_RULES = FieldRules(
         "custom_params": Fixed((), "code is not taken from requests"),
         "stop_regex": Fixed((), "use stop"),
         "structural_tag": Fixed((), "use /v1/chat/completions with tools"),
-        "json_schema": Fixed((), "not in this version"),
-        "regex": Fixed((), "not in this version"),
-        "ebnf": Fixed((), "not in this version"),
     },
     refused={"max_tokens": "the field is called max_new_tokens", "seed": "the field is called sampling_seed"},
 )
