@@ -266,7 +266,7 @@ class PrefixTree:
             self.tails_at.setdefault(page, {})[snapshot] = None
         parent = self.above(node, tail)
         snapshot.parent = parent
-        if node.children or node.snapshots is not None:
+        if self._goes_on(node, tail):
             for other in [s for s in parent.children if s.position > position and self._is_below(s, node, tail)]:
                 del parent.children[other]
                 other.parent = snapshot
@@ -329,6 +329,14 @@ class PrefixTree:
             ahead = step.key
             step = step.parent
         return self.top
+
+    @staticmethod
+    def _goes_on(node: Node, tail: Ids) -> bool:
+        """True when something in the tree lies deeper than ``tail`` beyond ``node``."""
+        length = len(tail)
+        if any(key[:length] == tail for key in node.children):
+            return True
+        return any(len(s.tail) > length and s.tail[:length] == tail for s in node.all_snapshots())
 
     def _is_below(self, other: Snapshot, node: Node, tail: Ids) -> bool:
         """True when the prefix of ``other`` (deeper) begins with ``tail`` beyond ``node``."""

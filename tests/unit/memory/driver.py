@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from k3stack.estimate.pools import PoolPlan
 from k3stack.memory import Memory
-from k3stack.memory.ops import SetPage, SetState
+from k3stack.memory.ops import CopyPage, SetPage, SetState
 from tests.unit.memory.twin import VOCAB, Device, Plan, free_now
 
 
@@ -34,6 +34,8 @@ class Driver:
         self.waiting: list[tuple[int, ...]] = []
         self.histories = [self._tokens(rng.randint(1, 30)) for _ in range(4)]
         self.rows = 6
+        self.pinned: dict[int, set[int]] = {}
+        self.held_before: set[int] = set()
         self.operations = 0
         self.finished = 0
         self.depth = rng.choice([1, 2, 2])
@@ -71,6 +73,11 @@ class Driver:
         if rng.random() < 0.01:
             self.operations += 1
             memory.flush()
+        if rng.random() < 0.05 and self.live:
+            self.operations += 1
+            row = rng.choice(list(self.live))
+            memory.pin(row)
+            self.pinned.setdefault(row, set()).update(memory._rows[row].pages)
         for row in list(self.live):
             if rng.random() < 0.7:
                 self._work(row, plan)
@@ -84,6 +91,7 @@ class Driver:
                 self.operations += 1
                 plan.after += memory.snapshot(row, self.live[row].ids, end)
         memory.check()
+        self._pins_held(plan)
         if not memory._owed:  # else moves are still to come, out of pages that count as free already
             plan.free_pages, plan.free_blocks = free_now(memory)
         self.flight.append((plan, prompts))
@@ -150,9 +158,20 @@ class Driver:
         plan.work.append((row, start, ids, sample))
         live.issued = end
 
+    def _pins_held(self, plan: Plan) -> None:
+        """Nothing is moved out of a pinned page, and none counts as free."""
+        held = {page for pages in self.pinned.values() for page in pages if page >= 0}
+        free, _ = free_now(self.memory)
+        assert not held & free
+        told = {(op.row, op.index): op.page for op in plan.before if isinstance(op, SetPage)}
+        moves = {op.dst: op.src for op in plan.before if isinstance(op, CopyPage)}
+        assert not {moves[page] for page in told.values() if page in moves} & self.held_before & held
+        self.held_before = held
+
     def _close(self, row: int, plan: Plan, resume: bool = False) -> None:
         rng = self.rng
         live = self.live.pop(row)
+        self.pinned.pop(row, None)
         planned = [start for other, start, *_ in plan.work if other == row]
         live.issued = planned[0] if planned else live.issued
         known = min(live.issued, len(live.ids))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -160,3 +161,23 @@ def test_rate_forgets_old_traffic() -> None:
     for _ in range(3_000):
         worth.returned(FRESH_TIP, 4)
     assert sum(worth._returns[FRESH_TIP]) <= 1_025
+
+
+def test_many_short_prompts_beside_many_long_ones_stay_cheap() -> None:
+    """Prompts shorter than a page all hang at the root; filing one must not walk the others' paths."""
+    rng, memory = random.Random(4), Memory(plan(2_000))
+    for _ in range(200):
+        serve(memory, tokens(2_000, rng), rng)
+    steps = 0
+    below = memory._tree._is_below
+
+    def counted(*args: Any) -> bool:
+        nonlocal steps
+        steps += 1
+        return below(*args)
+
+    memory._tree._is_below = counted  # type: ignore[method-assign]
+    for _ in range(50):
+        serve(memory, tokens(20, rng), rng)
+    assert steps == 0
+    memory.check()
