@@ -73,8 +73,11 @@ def lone_greedy(prompt: list[int], count: int) -> list[int]:
 class FakeNetwork:
     """See the module. ``fail_on``: a token whose appearance makes the whole step raise; ``nan_on``: NaN logits."""
 
-    def __init__(self, fail_on: int | None = None, nan_on: int | None = None) -> None:
+    def __init__(
+        self, fail_on: int | None = None, nan_on: int | None = None, error: type[Exception] = RuntimeError
+    ) -> None:
         self.fail_on = fail_on
+        self.error = error
         self.nan_on = nan_on
         self.steps = 0
 
@@ -82,7 +85,7 @@ class FakeNetwork:
         self.steps += 1
         ids = batch.ids.tolist()
         if self.fail_on in ids:
-            raise RuntimeError(f"token {self.fail_on} is poisonous")
+            raise self.error(f"token {self.fail_on} is poisonous")
         logits: list[torch.Tensor] = []
         for r, start in enumerate(batch.starts):
             own = ids[batch.cu[r] : batch.cu[r + 1]]

@@ -13,7 +13,7 @@ import torch
 from k3stack.config.sampling import SamplingParams
 from k3stack.engine import messages as msg
 from k3stack.engine.core import EngineCore, EngineSetup
-from k3stack.executor.torch.executor import TorchExecutor
+from k3stack.executor.torch.executor import DeviceLost, TorchExecutor
 from k3stack.executor.torch.sampler import Sampler
 from k3stack.memory import Memory
 from k3stack.scheduler import PrefillFirst, SchedulerOptions
@@ -72,13 +72,16 @@ class Rig:
 
     def turn(self) -> bool:
         busy = self.core.turn()
+        self.take()
+        return busy
+
+    def take(self) -> None:
         for output in self.core.take_outputs():
             key = output.rid, output.choice
             assert key not in self.ends, f"{key} goes on after its end"
             self.tokens.setdefault(key, []).extend(output.token_ids)
             if output.finish_reason is not None:
                 self.ends[key] = output
-        return busy
 
     def run(self) -> None:
         while self.turn():
@@ -247,6 +250,25 @@ def test_a_failed_step_ends_its_requests_and_the_others_go_on() -> None:
     for rid, tokens in expected.items():
         assert (rig.ends[rid, 0].finish_reason, rig.tokens[rid, 0]) == ("length", tokens)
     rig.close()
+
+
+def test_a_lost_device_ends_every_request_and_the_engine() -> None:
+    rig = Rig(network=FakeNetwork(fail_on=100, error=torch.AcceleratorError))
+    rig.submit("running", [1, 2, 3], max_tokens=50)
+    for _ in range(3):
+        rig.turn()
+    rig.submit("bad", [100], max_tokens=5)
+    rig.submit("waiting", [4], n=2, max_tokens=5)
+    with pytest.raises(DeviceLost, match="poisonous"):
+        rig.run()
+    rig.take()
+    assert {key: end.finish_reason for key, end in rig.ends.items()} == {
+        ("running", 0): "error",
+        ("bad", 0): "error",
+        ("waiting", 0): "error",
+        ("waiting", 1): "error",
+    }
+    rig.core.close()
 
 
 def test_a_row_with_nan_ends_alone() -> None:

@@ -126,8 +126,6 @@ def test_options_that_do_not_exist_or_do_not_fit() -> None:
         K3.llm(arena_gib=0.0004)
     with pytest.raises(UserError, match="mamba-ssm-dtype"):
         K3.llm(mamba_ssm_dtype="bfloat16")
-    with pytest.raises(UserError, match="context-length"):
-        K3.llm(context_length=10**9)
 
 
 def test_requests_that_cannot_run_say_why(llm: LLM) -> None:

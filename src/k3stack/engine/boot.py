@@ -169,13 +169,12 @@ def free_bytes(device: torch.device) -> int:
 
 
 def context_of(options: EngineOptions, geometry: ModelGeometry) -> int:
-    """Longest prompt and output of a request. UserError when more is asked for than the model has."""
-    if options.context_length is not None and options.context_length > geometry.context:
-        raise UserError(
-            f"--context-length is {options.context_length:,}; the model has {geometry.context:,}",
-            param="--context-length",
-        )
-    return options.context_length or geometry.context
+    """Longest prompt and output of a request. More than the model's is allowed, and said: nothing here has positions
+    that could run out, but the model was not trained for it."""
+    context = options.context_length or geometry.context
+    if context > geometry.context:
+        log.warning("--context-length %s is more than the %s of the model's config", context, geometry.context)
+    return context
 
 
 def tokenizer_of(options: EngineOptions, path: Path, geometry: ModelGeometry) -> Tokenizer | None:

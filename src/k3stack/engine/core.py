@@ -170,8 +170,12 @@ class EngineCore:
             self._start_compiled(COMPILE_WAIT_S if self.scheduler.idle else None)
         try:
             busy = self._loop.turn()
-        finally:
+        except BaseException as error:
+            self._collect()  # may start choices that were held back
+            self.scheduler.fail_all(f"the engine failed: {error}")
             self._collect()
+            raise
+        self._collect()
         return busy or bool(self._compiling) or not self.scheduler.idle
 
     def take_outputs(self) -> list[msg.Output]:

@@ -25,6 +25,10 @@ from k3stack.scheduler.plan import PLAN_VERSION, GroupPlan, StepPlan, StepResult
 from k3stack.scheduler.seams import StepHandle
 
 
+class DeviceLost(K3Error):
+    """The device has failed in a way that ends every later operation of this process on it."""
+
+
 class Network(Protocol):
     """What the executor needs of a model: logits [N, vocab] for the positions that ``batch.logit_index`` names."""
 
@@ -40,6 +44,7 @@ class Handle:
         self.done = threading.Event()
         self.launched: Launched | None = None
         self.error: str | None = None
+        self.lost: DeviceLost | None = None
         self.needs_masks = any(work.masked for group in plan.groups for work in group.work)
         self.masks: Mapping[int, bytes] | None = None
         self.masks_given = threading.Event()
@@ -135,7 +140,10 @@ class TorchExecutor:
         return handle.done.is_set() and (handle.launched is None or handle.launched.ready())
 
     def wait(self, handle: StepHandle) -> StepResult:
-        """Block until the step is done. Handles must be waited for in the order submitted (BugError)."""
+        """Block until the step is done. Handles must be waited for in the order submitted (BugError).
+
+        Raises DeviceLost where no later step could succeed in this process.
+        """
         assert isinstance(handle, Handle)
         if not self._flying or self._flying[0] is not handle:
             raise BugError(f"step {handle.step} is waited for out of turn")
@@ -143,14 +151,15 @@ class TorchExecutor:
             raise BugError(f"step {handle.step} is waited for before its masks were given")
         handle.done.wait()
         del self._flying[0]
+        if handle.lost is not None:
+            raise handle.lost
         if handle.launched is None:
             return StepResult(step=handle.step, error=handle.error)
         try:
             seconds = handle.launched.seconds()
             return StepResult(step=handle.step, groups=(handle.launched.group_result(),), seconds=seconds)
-        except RuntimeError as error:  # an asynchronous fault of the device shows when results are fetched
-            self._failed = f"step {handle.step} failed on the device: {error}"
-            return StepResult(step=handle.step, error=self._failed)
+        except torch.AcceleratorError as error:  # an asynchronous fault shows when results are fetched
+            raise DeviceLost(f"step {handle.step}: {error}") from error
 
     def close(self) -> None:
         """End the worker. No plan may be in flight any more (BugError), except after a failure."""
@@ -174,6 +183,8 @@ class TorchExecutor:
         try:
             handle.launched = self._launch(handle)
         except Exception as error:  # noqa: BLE001  any fault inside a step is the step's result, not the worker's end
+            if isinstance(error, torch.AcceleratorError):
+                handle.lost = DeviceLost(f"step {handle.step}: {error}")
             kind = "" if isinstance(error, K3Error) else f"{type(error).__name__}: "
             handle.error = self._failed = f"step {handle.step} failed: {kind}{error}"
 
