@@ -1,0 +1,1 @@
+"""Is it still right? Scores on a generated language, and agreement with stored reference outputs."""

@@ -1,0 +1,1 @@
+"""Training of K3-nano. Not part of the installed package; see README.md beside this file."""

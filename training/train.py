@@ -1,0 +1,212 @@
+"""Trains K3-nano. Resumes from ``--resume``; stops by itself after ``--seconds``. See README.md.
+
+On a GPU a run of full size sees about half a million tokens a second. On a CPU ``--smoke`` trains a miniature of the
+same network for a few steps: it shows that every part runs and that the loss falls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from training import batches
+from training.format import Formatter
+from training.model import Batch, Nano, NanoConfig, Ops
+from training.optim import Muon, split
+
+SHARD_BYTES = 13_000_000
+SMOKE = NanoConfig(
+    hidden=64, layers=9, heads=2, q_rank=32, kv_rank=32, dense_width=64, experts=4, top_k=2, latent=32, expert_width=64
+)
+
+
+def rate_at(progress: float, since_start: int, warm: int) -> float:
+    """Share of the peak rate: a short warm-up after each start, flat, then down to 2 % from 45 % of the time on."""
+    down = 1.0 if progress < 0.45 else 0.02 + 0.98 * (1 - (progress - 0.45) / 0.55)
+    return min(1.0, (since_start + 1) / warm) * max(down, 0.02)
+
+
+def save(folder: Path, model: Nano, meta: dict[str, Any]) -> None:
+    """Weights in bfloat16 (vectors in float32) in parts of at most 13 MB; moments are warmed up anew on resume."""
+    folder.mkdir(parents=True, exist_ok=True)
+    part: dict[str, Tensor] = {}
+    size = number = 0
+    for name, tensor in model.state_dict().items():
+        kept = tensor.detach().to(torch.bfloat16 if tensor.ndim > 1 and "conv" not in name else torch.float32).cpu()
+        if size + kept.nbytes > SHARD_BYTES and part:
+            torch.save(part, folder / f"part{number}.pt")
+            part, size, number = {}, 0, number + 1
+        part[name] = kept
+        size += kept.nbytes
+    torch.save(part, folder / f"part{number}.pt")
+    (folder / "meta.json").write_text(json.dumps({**meta, "config": model.c.to_dict(), "parts": number + 1}))
+
+
+def load(folder: Path, model: Nano) -> dict[str, Any]:
+    meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
+    state: dict[str, Tensor] = {}
+    for i in range(meta["parts"]):
+        state.update(torch.load(folder / f"part{i}.pt", weights_only=True))
+    model.load_state_dict({k: v.float() for k, v in state.items()})
+    return meta
+
+
+@torch.no_grad()
+def score(model: Nano, ops: Ops, data: dict[str, Any], device: torch.device) -> dict[str, float]:
+    """Teacher-forced: a token, a turn or a conversation counts when the most likely token is right everywhere in it."""
+    batch = Batch(data, device)
+    right = (model.logits(batch, ops).argmax(-1) == batch.target).cpu()
+    turns = torch.from_numpy(data["turn"])
+    ends = torch.searchsorted(torch.tensor(batch.cu_list), torch.from_numpy(data["where"]), right=True)
+
+    def groups(key: Tensor) -> float:
+        wrong = torch.zeros(int(key.max()) + 1).index_add_(0, key, (~right).float())
+        present = torch.bincount(key, minlength=len(wrong)) > 0
+        return float((wrong[present] == 0).float().mean())
+
+    return {"token": float(right.float().mean()), "turn": groups(turns), "whole": groups(ends)}
+
+
+def evaluate(model: Nano, ops: Ops, device: torch.device, sets: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    return {
+        name: {k: round(v, 4) for k, v in score(model, ops, data, device).items()} for name, data in sets.items()
+    }
+
+
+def held_out_sets(form: Formatter, size: int, smoke: bool) -> dict[str, dict[str, Any]]:
+    sets = {k: batches.held_out(form, k, size, 0) for k in ("tool_call", "conversation")}
+    if smoke:
+        return sets
+    for sentences in (60, 300, 640, 1000):
+        sets[f"lookup{sentences}"] = batches.held_out(form, "lookup", size, 0, sentences, 24)
+    return sets
+
+
+def steps(source: batches.Source, device: torch.device) -> Iterator[Batch]:
+    while True:
+        yield Batch(source.next(), device)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    model = Nano(SMOKE if args.smoke else NanoConfig()).to(device)
+    meta: dict[str, Any] = {"seconds": 0.0, "steps": 0, "tokens": 0, "starts": 0, "log": []}
+    if args.resume and (args.resume / "meta.json").exists():
+        meta = load(args.resume, model)
+    ops = Ops(device, compiled=device.type == "cuda" and not args.eager)
+    form = Formatter(args.tokenizer)
+    source = batches.Source(args.tokenizer, args.tokens, args.workers, f"{args.seed}:{meta['starts']}")
+    meta["starts"] += 1
+    try:
+        _loop(args, device, model, ops, source, meta, held_out_sets(form, args.tokens, args.smoke))
+    finally:
+        source.stop()
+    return meta
+
+
+def _loop(
+    args: argparse.Namespace,
+    device: torch.device,
+    model: Nano,
+    ops: Ops,
+    source: batches.Source,
+    meta: dict[str, Any],
+    sets: dict[str, dict[str, Any]],
+) -> None:
+    matrices, rest = split(model)
+    muon = Muon(matrices)
+    adam = torch.optim.AdamW(rest, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda")
+    began = time.monotonic()
+    first: float | None = None  # the clock of the schedule starts after compilation
+    last_eval = last_save = began
+    since = 0
+    before = float(meta["seconds"])
+    shown: list[Tensor] = []
+    for batch in steps(source, device):
+        spent = before + (time.monotonic() - first if first is not None else 0.0)
+        progress = min(1.0, spent / args.total_seconds)
+        source.progress.value = progress
+        share = rate_at(progress, since, args.warmup)
+        logits = model.logits(batch, ops)
+        losses = F.cross_entropy(logits, batch.target, reduction="none")
+        loss = (losses * batch.weight).sum() / batch.weight.sum()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(rest, 1.0)
+        muon.step(args.rate * share)
+        adam.param_groups[0]["lr"] = args.adam_rate * share
+        adam.step()
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            worst = model.balance(0.002 * max(share, 0.05))
+        since += 1
+        meta["steps"] += 1
+        meta["tokens"] += args.tokens
+        shown.append(torch.stack((loss.detach(), norm.detach(), worst)))
+        if first is None and since == 3:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            first = time.monotonic()
+            print(f"compiled after {first - began:.1f} s", flush=True)
+        now = time.monotonic()
+        if since % args.show == 0:
+            mean = torch.stack(shown).mean(0).tolist()
+            shown = []
+            if not math.isfinite(mean[0]):
+                raise FloatingPointError(f"the loss is {mean[0]} at step {meta['steps']}")
+            speed = (since - 3) * args.tokens / max(1e-6, now - (first or now)) if since > 3 else 0.0
+            print(
+                f"step {meta['steps']} progress {progress:.3f} loss {mean[0]:.4f} norm {mean[1]:.2f} load {mean[2]:.2f} "
+                f"tokens/s {speed:,.0f}",
+                flush=True,
+            )
+        done = now - began > args.seconds or since >= args.steps or progress >= 1.0
+        if now - last_eval > args.eval_seconds or done:
+            result = evaluate(model, ops, device, sets)
+            meta["log"].append({"step": meta["steps"], "progress": round(progress, 3), **result})
+            print(json.dumps(result), flush=True)
+            last_eval = time.monotonic()
+        if now - last_save > args.save_seconds or done:
+            meta["seconds"] = before + (time.monotonic() - first if first is not None else 0.0)
+            save(args.out, model, meta)
+            last_save = time.monotonic()
+        if done:
+            return
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokenizer", type=Path, default=Path("src/k3stack/models/nano/tiktoken.model"))
+    parser.add_argument("--out", type=Path, required=True, help="folder for the resumable weights and the log")
+    parser.add_argument("--resume", type=Path, help="folder written by an earlier run")
+    parser.add_argument("--seconds", type=float, default=520, help="stop after this long, compilation included")
+    parser.add_argument("--total-seconds", type=float, default=1200, help="length of the whole schedule, over all runs")
+    parser.add_argument("--steps", type=int, default=10**9, help="stop after this many steps")
+    parser.add_argument("--tokens", type=int, default=65536, help="tokens of one batch")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=3e-3, help="peak rate of Muon")
+    parser.add_argument("--adam-rate", type=float, default=3e-3)
+    parser.add_argument("--warmup", type=int, default=60)
+    parser.add_argument("--show", type=int, default=50)
+    parser.add_argument("--eval-seconds", type=float, default=60)
+    parser.add_argument("--save-seconds", type=float, default=120)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--smoke", action="store_true", help="a miniature network")
+    parser.add_argument("--eager", action="store_true", help="do not compile")
+    return run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)
