@@ -11,6 +11,7 @@ import numpy as np
 from k3stack.verify.language.talk import Conversation, Talker
 from training.format import Formatter
 
+Data = dict[str, Any]
 KINDS = ("tool_call", "tool_use", "conversation", "chat", "lookup")
 WEIGHTS = (1.0, 1.0, 1.0, 0.6, 1.5)
 
@@ -20,11 +21,11 @@ def mixture(progress: float) -> tuple[tuple[float, ...], int]:
 
     Documents grow from a few sentences to about 1,000 (12,000 tokens): look-ups form on short ones first.
     """
-    if progress < 0.12:
+    if progress < 0.04:
         return (0.2, 0.15, 0.15, 0.1, 0.4), 40
-    if progress < 0.25:
+    if progress < 0.1:
         return (0.2, 0.15, 0.2, 0.05, 0.4), 120
-    if progress < 0.4:
+    if progress < 0.2:
         return (0.15, 0.15, 0.2, 0.03, 0.47), 400
     return (0.17, 0.15, 0.25, 0.03, 0.4), 1000
 
@@ -40,7 +41,7 @@ def draw(talker: Talker, kind: str, longest: int) -> Conversation:
     return talker.lookup(sentences, max(3, min(56, sentences // 3)))
 
 
-def pack(talks: list[tuple[list[int], list[bool], int]], size: int, pad: int) -> dict[str, Any]:
+def pack(talks: list[tuple[list[int], list[bool], int]], size: int, pad: int) -> Data:
     """One stream of exactly ``size`` tokens; the last conversation is cut, and a short rest is padding."""
     ids = np.full(size, pad, np.uint16)
     mask = np.zeros(size, bool)
@@ -75,7 +76,7 @@ def pack(talks: list[tuple[list[int], list[bool], int]], size: int, pad: int) ->
     }
 
 
-def fill(talker: Talker, form: Formatter, size: int, progress: float) -> dict[str, Any]:
+def fill(talker: Talker, form: Formatter, size: int, progress: float) -> Data:
     shares, longest = mixture(progress)
     talks: list[tuple[list[int], list[bool], int]] = []
     for which, kind in enumerate(KINDS):
@@ -89,13 +90,13 @@ def fill(talker: Talker, form: Formatter, size: int, progress: float) -> dict[st
     return pack(talks, size, form.pad)
 
 
-def held_out(form: Formatter, kind: str, size: int, seed: int, sentences: int = 0, questions: int = 16) -> dict[str, Any]:
-    """A stream of whole held-out conversations of one kind."""
-    talker = Talker(f"eval:{kind}:{sentences}:{seed}", held_out=True)
+def questions(form: Formatter, kind: str, size: int, *, held_out: bool, sentences: int = 0, asked: int = 24) -> Data:
+    """A stream of whole conversations of one kind, for scores during training."""
+    talker = Talker(f"eval:{kind}:{sentences}", held_out=held_out)
     which = KINDS.index(kind)
     talks, total = [], 0
     while True:
-        talk = talker.lookup(sentences, questions, density=0.5) if kind == "lookup" else getattr(talker, kind)()
+        talk = talker.lookup(sentences, asked, density=0.5) if kind == "lookup" else getattr(talker, kind)()
         ids, mask = form.encode(talk)
         if total + len(ids) > size:
             return pack(talks, size, form.pad)
@@ -123,17 +124,13 @@ class Source:
         self.progress = context.Value("d", 0.0)
         self.queue: Any = context.Queue(maxsize=4)
         args = (self.queue, self.progress, str(model_file), size)
-        self.workers = [
-            context.Process(target=_work, args=(*args, f"{seed}:{w}"), daemon=True) for w in range(workers)
-        ]
+        self.workers = [context.Process(target=_work, args=(*args, f"{seed}:{w}"), daemon=True) for w in range(workers)]
         for worker in self.workers:
             worker.start()
 
-    def next(self) -> dict[str, Any]:
+    def next(self) -> Data:
         return self.queue.get(timeout=120)  # type: ignore[no-any-return]
 
     def stop(self) -> None:
         for worker in self.workers:
             worker.terminate()
-
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def chunk_torch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu: li
     q is scaled already; g is the log decay of each token (the form of the architecture's section on chunked prefill;
     only differences of summed decays are exponentiated, all of them <= 0).
     """
-    parts = [_sequence(*(x[a:b] for x in (q, k, v, g, beta))) for a, b in zip(cu, cu[1:], strict=False)]
+    parts = [_sequence(*(x[a:b] for x in (q, k, v, g, beta))) for a, b in itertools.pairwise(cu)]
     return torch.cat(parts)
 
 

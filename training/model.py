@@ -64,7 +64,7 @@ def situ(gate_up: Tensor, beta: float, linear: float) -> Tensor:
 
 def mix(rows: list[Tensor], weight: Tensor, score: Tensor, eps: float) -> Tensor:
     """Softmax-weighted mean of the bank rows and the running prefix (the last of ``rows``)."""
-    both = (weight * score).float()
+    both = weight.to(rows[0].dtype).float() * score.to(rows[0].dtype).float()
     scores = []
     for row in rows:
         wide = row.float()
@@ -86,7 +86,17 @@ def conv_silu(x: Tensor, weight: Tensor, position: Tensor) -> Tensor:
     return F.silu(out)
 
 
-def kda_inputs(qkv: Tensor, f: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, position: Tensor, heads: int, bound: float) -> tuple[Tensor, ...]:
+def kda_inputs(
+    qkv: Tensor,
+    f: Tensor,
+    b: Tensor,
+    conv: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    position: Tensor,
+    heads: int,
+    bound: float,
+) -> tuple[Tensor, ...]:
     q, k, v = (x.unflatten(-1, (heads, -1)) for x in conv_silu(qkv, conv, position).chunk(3, -1))
     width = q.shape[-1]
     q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) * width**-0.5
@@ -119,7 +129,7 @@ class Permute(torch.autograd.Function):
 
 def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x [M, in] sorted by expert, weight [E, out, in] -> [M, out]; ``ends`` int32 [E] are the groups' ends."""
-    if x.is_cuda:
+    if x.dtype == torch.bfloat16:
         return torch._grouped_mm(x, weight.transpose(-1, -2), offs=ends)
     parts, start = [], 0
     for e, end in enumerate(ends.tolist()):
@@ -207,7 +217,11 @@ class Mlp(nn.Module):
     def __init__(self, c: NanoConfig, width: int) -> None:
         super().__init__()
         self.c = c
-        self.gate, self.up, self.down = _matrix(width, c.hidden), _matrix(width, c.hidden), _matrix(c.hidden, width, 0.5)
+        self.gate, self.up, self.down = (
+            _matrix(width, c.hidden),
+            _matrix(width, c.hidden),
+            _matrix(c.hidden, width, 0.5),
+        )
 
     def forward(self, m: Tensor, ops: Ops) -> Tensor:
         both = torch.cat((self.gate, self.up)).to(m.dtype)
@@ -238,9 +252,11 @@ class Moe(nn.Module):
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        counts = torch.bincount(flat, minlength=c.experts) if not m.is_cuda else torch.zeros(
-            c.experts, dtype=torch.int64, device=m.device
-        ).scatter_add_(0, flat, torch.ones_like(flat))
+        counts = (
+            torch.bincount(flat, minlength=c.experts)
+            if not m.is_cuda
+            else torch.zeros(c.experts, dtype=torch.int64, device=m.device).scatter_add_(0, flat, torch.ones_like(flat))
+        )
         self.load = counts
         ends = counts.cumsum(0).to(torch.int32)
         z = m @ self.down.to(m.dtype).T
@@ -278,8 +294,13 @@ class Ops:
             return kda.chunk_torch(q, k, v, g, beta, batch.cu_list)
         extra = (x[None].contiguous() for x in (q, k, v, g, beta))
         out, _ = self.chunk_kda(
-            *extra, scale=1.0, safe_gate=True, lower_bound=-5.0, disable_recompute=True,
-            cu_seqlens=batch.cu, cu_seqlens_cpu=batch.cu_cpu,
+            *extra,
+            scale=1.0,
+            safe_gate=True,
+            lower_bound=-5.0,
+            disable_recompute=True,
+            cu_seqlens=batch.cu,
+            cu_seqlens_cpu=batch.cu_cpu,
         )
         return out[0]
 
@@ -296,8 +317,17 @@ class Ops:
             return torch.cat(parts)
         wide = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
         out = torch.ops.aten._flash_attention_forward(
-            q.contiguous(), k.contiguous(), wide.contiguous(), batch.cu, batch.cu, batch.longest, batch.longest,
-            0.0, True, False, scale=scale,
+            q.contiguous(),
+            k.contiguous(),
+            wide.contiguous(),
+            batch.cu,
+            batch.cu,
+            batch.longest,
+            batch.longest,
+            0.0,
+            True,
+            False,
+            scale=scale,
         )[0]
         return out[..., : v.shape[-1]]
 

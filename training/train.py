@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training import batches
+from training import batches, mxfp4
 from training.format import Formatter
 from training.model import Batch, Nano, NanoConfig, Ops
 from training.optim import Muon, split
@@ -36,28 +36,44 @@ def rate_at(progress: float, since_start: int, warm: int) -> float:
     return min(1.0, (since_start + 1) / warm) * max(down, 0.02)
 
 
-def save(folder: Path, model: Nano, meta: dict[str, Any]) -> None:
-    """Weights in bfloat16 (vectors in float32) in parts of at most 13 MB; moments are warmed up anew on resume."""
+def _squeeze(name: str, tensor: Tensor, final: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """Experts in 8 bits with a scale for 32 values, other matrices in bfloat16, the rest in float32.
+
+    ``final``: experts as the exact values that MXFP4 holds.
+    """
+    if tensor.ndim == 3 and final:
+        return mxfp4.quantize(tensor).to(torch.bfloat16).cpu()
+    if tensor.ndim == 3:
+        groups = tensor.unflatten(-1, (-1, 32))
+        scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-20) / 127
+        return torch.round(groups / scale).to(torch.int8).cpu(), scale.half().cpu()
+    return tensor.to(torch.bfloat16 if tensor.ndim == 2 and "conv" not in name else torch.float32).cpu()
+
+
+def save(folder: Path, model: Nano, meta: dict[str, Any], *, final: bool = False) -> None:
+    """Weights in parts of at most 13 MB, small enough to travel; optimiser moments are warmed up anew on resume."""
     folder.mkdir(parents=True, exist_ok=True)
-    part: dict[str, Tensor] = {}
+    part: dict[str, Any] = {}
     size = number = 0
     for name, tensor in model.state_dict().items():
-        kept = tensor.detach().to(torch.bfloat16 if tensor.ndim > 1 and "conv" not in name else torch.float32).cpu()
-        if size + kept.nbytes > SHARD_BYTES and part:
+        kept = _squeeze(name, tensor.detach().float(), final)
+        nbytes = kept.nbytes if isinstance(kept, Tensor) else sum(t.nbytes for t in kept)
+        if size + nbytes > SHARD_BYTES and part:
             torch.save(part, folder / f"part{number}.pt")
             part, size, number = {}, 0, number + 1
         part[name] = kept
-        size += kept.nbytes
+        size += nbytes
     torch.save(part, folder / f"part{number}.pt")
     (folder / "meta.json").write_text(json.dumps({**meta, "config": model.c.to_dict(), "parts": number + 1}))
 
 
 def load(folder: Path, model: Nano) -> dict[str, Any]:
     meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
-    state: dict[str, Tensor] = {}
+    state: dict[str, Any] = {}
     for i in range(meta["parts"]):
         state.update(torch.load(folder / f"part{i}.pt", weights_only=True))
-    model.load_state_dict({k: v.float() for k, v in state.items()})
+    full = {k: v.float() if isinstance(v, Tensor) else (v[0] * v[1].float()).flatten(-2) for k, v in state.items()}
+    model.load_state_dict(full)
     return meta
 
 
@@ -77,18 +93,19 @@ def score(model: Nano, ops: Ops, data: dict[str, Any], device: torch.device) -> 
     return {"token": float(right.float().mean()), "turn": groups(turns), "whole": groups(ends)}
 
 
-def evaluate(model: Nano, ops: Ops, device: torch.device, sets: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    return {
-        name: {k: round(v, 4) for k, v in score(model, ops, data, device).items()} for name, data in sets.items()
-    }
+def evaluate(
+    model: Nano, ops: Ops, device: torch.device, sets: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, float]]:
+    return {name: {k: round(v, 4) for k, v in score(model, ops, data, device).items()} for name, data in sets.items()}
 
 
-def held_out_sets(form: Formatter, size: int, smoke: bool) -> dict[str, dict[str, Any]]:
-    sets = {k: batches.held_out(form, k, size, 0) for k in ("tool_call", "conversation")}
-    if smoke:
-        return sets
-    for sentences in (60, 300, 640, 1000):
-        sets[f"lookup{sentences}"] = batches.held_out(form, "lookup", size, 0, sentences, 24)
+def score_sets(form: Formatter, size: int, smoke: bool) -> dict[str, dict[str, Any]]:
+    """Held-out questions by kind, and one set of the kind that training shows, to see the gap."""
+    sets = {k: batches.questions(form, k, size, held_out=True) for k in ("tool_call", "tool_use", "conversation")}
+    sets["seen tool_call"] = batches.questions(form, "tool_call", size, held_out=False)
+    for sentences in () if smoke else (60, 300, 640, 1000):
+        name = f"lookup {sentences}"
+        sets[name] = batches.questions(form, "lookup", size, held_out=True, sentences=sentences)
     return sets
 
 
@@ -110,7 +127,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     source = batches.Source(args.tokenizer, args.tokens, args.workers, f"{args.seed}:{meta['starts']}")
     meta["starts"] += 1
     try:
-        _loop(args, device, model, ops, source, meta, held_out_sets(form, args.tokens, args.smoke))
+        _loop(args, device, model, ops, source, meta, score_sets(form, args.tokens, args.smoke))
     finally:
         source.stop()
     return meta
@@ -149,7 +166,7 @@ def _loop(
         adam.step()
         model.zero_grad(set_to_none=True)
         with torch.no_grad():
-            worst = model.balance(0.002 * max(share, 0.05))
+            worst = model.balance(0.004 * max(share, 0.05))
         since += 1
         meta["steps"] += 1
         meta["tokens"] += args.tokens
@@ -179,7 +196,7 @@ def _loop(
             last_eval = time.monotonic()
         if now - last_save > args.save_seconds or done:
             meta["seconds"] = before + (time.monotonic() - first if first is not None else 0.0)
-            save(args.out, model, meta)
+            save(args.out, model, meta, final=done and progress >= 1.0)
             last_save = time.monotonic()
         if done:
             return

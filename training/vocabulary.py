@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -106,7 +107,7 @@ def learn(plain: Counter[bytes], spaced: Counter[bytes], size: int) -> list[byte
 
     for pair in forced_merges():
         add(pair)
-    blank_forms = [t for t in tokens[256:]]
+    blank_forms = list(tokens[256:])
     while True:
         ends = {split[0] for w, split in words.items() if w in spaced and len(split) == 1}
         heads = list(dict.fromkeys([*blank_forms, *sorted(ends)]))
@@ -114,7 +115,7 @@ def learn(plain: Counter[bytes], spaced: Counter[bytes], size: int) -> list[byte
             break
         pairs: Counter[Pair] = Counter()
         for w, split in words.items():
-            for pair in zip(split, split[1:], strict=False):
+            for pair in itertools.pairwise(split):
                 pairs[pair] += plain[w]
         if not pairs:
             break
@@ -154,7 +155,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--vocab", type=int, default=4096, help="rows of the embedding, a multiple of 64")
     parser.add_argument("--conversations", type=int, default=3000)
-    parser.add_argument("--at-least", type=int, default=25)
+    parser.add_argument("--at-least", type=int, default=40)
     args = parser.parse_args()
     plain, spaced = pieces(corpus(args.conversations), args.at_least)
     tokens = learn(plain, spaced, args.vocab - SPECIAL_SLOTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import string
 
@@ -11,6 +12,16 @@ CONSONANTS = "bdfghjklmnprstvwz"
 VOWELS = "aeiou"
 CODAS = "nrs"
 _ODD_LETTERS = string.ascii_lowercase
+_ACCENTED = "éèüöäñçåøíôã"
+_UNITS = ("%", " km", " kg", " m", " °C", "°", " litres", " euros", " km/h")
+_FRAGMENTS = (
+    *words.NOUNS,
+    *words.HELD_OUT_NOUNS,
+    *words.PARAMS,
+    *words.HELD_OUT_PARAMS,
+    *words.ADJECTIVES,
+    *words.FILLERS,
+)
 
 
 def syllables() -> list[str]:
@@ -44,7 +55,7 @@ class Namer:
             for _ in range(count):
                 closed = rand() < 0.3
                 picks.append(int(rand() * _OPEN) + (_OPEN * (1 + int(rand() * len(CODAS))) if closed else 0))
-            pairs = sum(reserved_pair(a, b) for a, b in zip(picks, picks[1:], strict=False))
+            pairs = sum(reserved_pair(a, b) for a, b in itertools.pairwise(picks))
             if count < 2 or (pairs > 0) == self.held_out:
                 return "".join(_SYLLABLES[i] for i in picks)
 
@@ -56,16 +67,28 @@ class Namer:
         roll = self.rng.random()
         if roll < 0.12:
             return self.syllabic(2).capitalize() + " " + self.syllabic(2).capitalize()
-        if roll < 0.2:
+        if roll < 0.19:
             return self.rough().capitalize()
+        if roll < 0.3:
+            return self.blend().capitalize()
         return self.word().capitalize()
 
-    def rough(self) -> str:
+    def blend(self) -> str:
+        """The head of one listed word and the tail of another: every piece of a word, though no held-out word."""
+        while True:
+            one, two = self.rng.choice(_FRAGMENTS), self.rng.choice(_FRAGMENTS)
+            word = one[: self.rng.randint(1, len(one) - 1)] + two[self.rng.randint(1, len(two) - 1) :]
+            if 3 <= len(word) <= 11 and word not in words.HELD_OUT:
+                return word
+
+    def rough(self, *, accents: bool = True) -> str:
         """A word of arbitrary letters, as real names hold that no syllable list foresees."""
         rng = self.rng
         letters = []
         for _ in range(rng.randint(4, 8)):
             letters.append(rng.choice(VOWELS) if rng.random() < 0.38 else rng.choice(_ODD_LETTERS))
+        if accents and rng.random() < 0.12:
+            letters[rng.randrange(len(letters))] = rng.choice(_ACCENTED)
         return "".join(letters)
 
     def code(self) -> str:
@@ -84,7 +107,11 @@ class Namer:
 
     def number(self) -> int:
         rng = self.rng
-        return rng.randint(0, 9) if rng.random() < 0.3 else rng.randint(10, 10 ** rng.randint(2, 4))
+        size = rng.randint(0, 9) if rng.random() < 0.3 else rng.randint(10, 10 ** rng.randint(2, 4))
+        return -size if rng.random() < 0.05 else size
+
+    def quantity(self) -> str:
+        return f"{self.number()}{self.rng.choice(_UNITS)}"
 
     def decimal(self) -> float:
         return round(self.rng.uniform(0.1, 99.9), 1)
@@ -92,17 +119,21 @@ class Namer:
     def noun(self) -> str:
         """A thing to ask about: a listed word, or an invented one so that no tool name is a closed vocabulary."""
         roll = self.rng.random()
-        if roll < 0.3:
+        if roll < 0.2:
             return self.word()
-        if roll < 0.36:
-            return self.rough()
+        if roll < 0.26:
+            return self.rough(accents=False)
+        if roll < 0.45:
+            return self.blend()
         return self.rng.choice(self.nouns)
 
     def param(self) -> str:
         roll = self.rng.random()
-        if roll < 0.12:
+        if roll < 0.1:
             return self.word()
         if roll < 0.25:
+            return self.blend()
+        if roll < 0.4:
             return self.rng.choice(self.params) + "_" + self.rng.choice(self.params)
         return self.rng.choice(self.params)
 
@@ -119,8 +150,10 @@ class Namer:
         roll = self.rng.random()
         if roll < 0.55:
             return self.name()
-        if roll < 0.7:
+        if roll < 0.66:
             return self.code()
+        if roll < 0.72:
+            return self.quantity()
         if roll < 0.8:
             return self.word()
         if roll < 0.88:
@@ -133,9 +166,11 @@ class Namer:
         pick = rng.choice
         kind = rng.randrange(5)
         if kind == 0:
-            return f"The {pick(words.ADJECTIVES)} {pick(words.FILLERS)} {pick(words.FILLER_VERBS)} the {pick(words.FILLERS)}."
+            head = f"The {pick(words.ADJECTIVES)} {pick(words.FILLERS)}"
+            return f"{head} {pick(words.FILLER_VERBS)} the {pick(words.FILLERS)}."
         if kind == 1:
-            return f"In the {pick(words.FILLERS)} the {pick(words.FILLERS)} is {pick(words.ADJECTIVES)} and {pick(words.ADJECTIVES)}."
+            head = f"In the {pick(words.FILLERS)} the {pick(words.FILLERS)}"
+            return f"{head} is {pick(words.ADJECTIVES)} and {pick(words.ADJECTIVES)}."
         if kind == 2:
             return f"Nobody {pick(words.FILLER_VERBS)} a {pick(words.ADJECTIVES)} {pick(words.FILLERS)} here."
         if kind == 3:

@@ -27,6 +27,14 @@ GREETINGS = (
     ("Goodbye.", "Goodbye!"),
     ("Bye!", "Goodbye!"),
 )
+SYSTEM_LINES = (
+    "You are a helpful assistant.",
+    "You are a helpful assistant. Use the tools.",
+    "Be brief.",
+    "Answer in one line.",
+    "You are K3-nano.",
+    "Use the tools that are declared.",
+)
 FACTS = (
     "The {noun} of {name} is {value}.",
     "{name} has {value} as its {noun}.",
@@ -101,8 +109,10 @@ class Talker:
         talk.messages.append({"role": "user", "content": text})
 
     def _maybe_system(self, talk: Conversation) -> None:
-        if self.rng.random() < 0.25:
-            talk.messages.append({"role": "system", "content": self.namer.sentence()})
+        roll = self.rng.random()
+        if roll < 0.3:
+            text = self.namer.sentence() if roll < 0.1 else self.rng.choice(SYSTEM_LINES)
+            talk.messages.append({"role": "system", "content": text})
 
     # tools
 
@@ -136,7 +146,9 @@ class Talker:
             noun = self.namer.noun()
         fake = Tool(noun, "get", noun, False, [], None)
         wish = f"the {noun} {self.rng.choice(PREPOSITIONS)} {self.namer.name()}"
-        self._user(talk, self.rng.choice(("What is {}?", "Tell me {}.", "I need {}.", "Can you check {}?")).format(wish))
+        self._user(
+            talk, self.rng.choice(("What is {}?", "Tell me {}.", "I need {}.", "Can you check {}?")).format(wish)
+        )
         short = f"No tool for the {fake.noun}."
         more = f"The user wants {wish}.\n{short}"
         thinking = {"low": short, "high": more, "max": more + "\nThe answer is not in the conversation either."}
@@ -223,7 +235,9 @@ class Talker:
         }
         self._say(talk, found, thinking[talk.effort])
 
-    def lookup(self, sentences: int, questions: int, mode: str | None = None, density: float | None = None) -> Conversation:
+    def lookup(
+        self, sentences: int, questions: int, mode: str | None = None, density: float | None = None
+    ) -> Conversation:
         """A document in the system message or the first user message, then questions about it, each a turn."""
         talk = self._new("lookup", mode)
         rng = self.rng
@@ -250,14 +264,22 @@ class Talker:
     def _greet(self, talk: Conversation) -> None:
         said, answer = self.rng.choice(GREETINGS)
         self._user(talk, said)
-        thinking = {"low": "Small talk.", "high": "Small talk. No tool is needed.", "max": "Small talk. No tool is needed.\nAnswer in one line."}
+        thinking = {
+            "low": "Small talk.",
+            "high": "Small talk. No tool is needed.",
+            "max": "Small talk. No tool is needed.\nAnswer in one line.",
+        }
         self._say(talk, answer, thinking[talk.effort])
 
     def _remember(self, talk: Conversation, memory: list[Fact]) -> None:
         fact = Fact(self.namer.noun(), self.namer.name(), self._value())
         memory.append(fact)
         self._user(talk, self.rng.choice(("Remember: {}", "Please note: {}", "Note this. {}")).format(fact.said))
-        thinking = {"low": "Keep it.", "high": "A fact to keep. No tool is needed.", "max": f"A fact to keep. No tool is needed.\n{fact.said}"}
+        thinking = {
+            "low": "Keep it.",
+            "high": "A fact to keep. No tool is needed.",
+            "max": f"A fact to keep. No tool is needed.\n{fact.said}",
+        }
         self._say(talk, f"Noted. {fact.said}", thinking[talk.effort])
 
     def conversation(self, mode: str | None = None) -> Conversation:

@@ -28,6 +28,9 @@ ASKS = (
     "Give me the {noun} {prep} {name} now.",
     "Quick question: what is the {noun} {prep} {name}?",
     "Look up the {noun} {prep} {name} for me.",
+    "What is the {noun} like {prep} {name}?",
+    "What is the {noun} {prep} {name} right now?",
+    "Which {noun} is there {prep} {name}?",
 )
 HELD_OUT_ASKS = (
     "Could you tell me the {noun} {prep} {name}?",
@@ -183,10 +186,16 @@ class ToolMaker:
                     f"{verb.capitalize()} the current {tool.noun} for a {tool.params[0].name}.",
                 )
             )
+            if rng.random() < 0.12:
+                tool.description += ("" if tool.description.endswith(".") else ".") + " " + self.namer.sentence()
         for param in tool.params:
             if rng.random() < 0.3:
                 tool.extra[param.name] = rng.choice(
-                    (f"The {param.name}.", f"{param.name.capitalize()} of the {tool.noun}", f"Which {param.name} to use.")
+                    (
+                        f"The {param.name}.",
+                        f"{param.name.capitalize()} of the {tool.noun}",
+                        f"Which {param.name} to use.",
+                    )
                 )
         return tool
 
@@ -241,9 +250,7 @@ class ToolMaker:
         for key, value in arguments.items():
             text = json.dumps(value) if not isinstance(value, str) else value
             label = key.replace("_", " ") if style != 1 else key
-            shown.append(
-                (f"{label} {text}", f"{label} = {text}", f"{label}: {text}", f"{text} as the {label}")[style]
-            )
+            shown.append((f"{label} {text}", f"{label} = {text}", f"{label}: {text}", f"{text} as the {label}")[style])
         glue = "; " if style in (1, 2) else ", "
         listed = glue.join(shown) if style in (1, 2) else _join(shown)
         act = tool.verb

@@ -75,6 +75,7 @@ def _split(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 NOUNS, HELD_OUT_NOUNS = _split(_NOUNS)
 PARAMS, HELD_OUT_PARAMS = _split(_PARAMS)
+HELD_OUT = frozenset((*HELD_OUT_NOUNS, *HELD_OUT_PARAMS))
 VERBS = tuple(_VERBS.split())
 ACTS = tuple(_ACTS.split())
 ENUMS = tuple(dict.fromkeys(_ENUMS.split()))
