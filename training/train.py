@@ -150,15 +150,16 @@ def _loop(
     last_eval = last_save = began
     since = 0
     before = float(meta["seconds"])
+    total = float(args.total_seconds)
     shown: list[Tensor] = []
     for batch in steps(source, device):
         spent = before + (time.monotonic() - first if first is not None else 0.0)
-        progress = min(1.0, spent / args.total_seconds)
+        progress = min(1.0, spent / total)
         source.progress.value = progress
         share = rate_at(progress, since, args.warmup)
         logits = model.logits(batch, ops)
         losses = F.cross_entropy(logits, batch.target, reduction="none")
-        loss = (losses * batch.weight).sum() / batch.weight.sum()
+        loss = (losses * batch.weight).sum() / batch.weight.sum().clamp(min=1.0)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(rest, 1.0)
         muon.step(args.rate * share)
@@ -175,7 +176,9 @@ def _loop(
             if device.type == "cuda":
                 torch.cuda.synchronize()
             first = time.monotonic()
-            print(f"compiled after {first - began:.1f} s", flush=True)
+            if args.last:  # the schedule ends when this run does, however long compilation took
+                total = before + args.seconds - (first - began)
+            print(f"compiled after {first - began:.1f} s; schedule of {total:.0f} s", flush=True)
         now = time.monotonic()
         if since % args.show == 0:
             mean = torch.stack(shown).mean(0).tolist()
@@ -196,7 +199,7 @@ def _loop(
             last_eval = time.monotonic()
         if now - last_save > args.save_seconds or done:
             meta["seconds"] = before + (time.monotonic() - first if first is not None else 0.0)
-            save(args.out, model, meta, final=done and progress >= 1.0)
+            save(args.out, model, meta, final=done and (progress >= 1.0 or args.last))
             last_save = time.monotonic()
         if done:
             return
@@ -209,6 +212,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--resume", type=Path, help="folder written by an earlier run")
     parser.add_argument("--seconds", type=float, default=520, help="stop after this long, compilation included")
     parser.add_argument("--total-seconds", type=float, default=1200, help="length of the whole schedule, over all runs")
+    parser.add_argument("--last", action="store_true", help="this run ends the schedule: --seconds replaces its total")
     parser.add_argument("--steps", type=int, default=10**9, help="stop after this many steps")
     parser.add_argument("--tokens", type=int, default=65536, help="tokens of one batch")
     parser.add_argument("--workers", type=int, default=8)

@@ -287,23 +287,21 @@ def _join(parts: list[str]) -> str:
 
 
 def call_thinking(ask: Ask, effort: str) -> str:
-    """The assistant's thinking before calls, by effort: longer efforts say more, never something else."""
-    names = list(dict.fromkeys(c.tool.name for c in ask.calls))
-    short = f"Call {_join(names)}."
+    """The assistant's thinking before calls, by effort: longer efforts say more, never something else.
+
+    Each line names the noun before the tool: what is looked up stands right before the place where it is needed.
+    """
     if effort == "low":
-        return short
+        return " ".join(dict.fromkeys(f"The {c.tool.noun}: call {c.tool.name}." for c in ask.calls))
     plan = []
     for call in ask.calls:
         listed = ", ".join(f"{k} = {v if isinstance(v, str) else json.dumps(v)}" for k, v in call.arguments.items())
-        plan.append(f"{call.tool.name}: {listed}.")
+        plan.append(f"The {call.tool.noun}: call {call.tool.name} with {listed}.")
     if effort == "high":
-        return f"The user wants {ask.wish}.\n{short}\n" + "\n".join(plan)
+        return "\n".join((f"The user wants {ask.wish}.", *plan))
     count = len(ask.calls)
-    return (
-        f"The user wants {ask.wish}.\nA declared tool fits.\n{short}\n"
-        + "\n".join(plan)
-        + f"\nThat is {count} call{'s' if count > 1 else ''}; no other argument is given."
-    )
+    last = f"That is {count} call{'s' if count > 1 else ''}; no other argument is given."
+    return "\n".join((f"The user wants {ask.wish}.", "A declared tool fits.", *plan, last))
 
 
 def answer_thinking(count: int, effort: str) -> str:
