@@ -212,8 +212,8 @@ def export(model: Nano, folder: Path, tokenizer: Path, context: int = 16384) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--weights", type=Path, required=True, help="folder written by training.train")
-    parser.add_argument("--out", type=Path, default=Path("src/k3stack/models/nano"))
-    parser.add_argument("--tokenizer", type=Path, default=Path("src/k3stack/models/nano/tiktoken.model"))
+    parser.add_argument("--out", type=Path, default=Path("src/k3stack/models/data/nano"))
+    parser.add_argument("--tokenizer", type=Path, default=Path("src/k3stack/models/data/nano/tiktoken.model"))
     args = parser.parse_args()
     meta = json.loads((args.weights / "meta.json").read_text())
     model = Nano(NanoConfig(**meta["config"]))

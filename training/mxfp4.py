@@ -1,4 +1,4 @@
-"""MXFP4 as Kimi-K3's files hold it: e2m1 codes and one power of two for 32 inputs. Fake in training, exact on export."""
+"""MXFP4 as Kimi-K3's files hold it: e2m1 codes, a power of two for 32 inputs. Fake in training, exact on export."""
 
 from __future__ import annotations
 

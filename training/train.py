@@ -148,11 +148,10 @@ def _loop(
     began = time.monotonic()
     first: float | None = None  # the clock of the schedule starts after compilation
     last_eval = last_save = began
-    since = 0
     before = float(meta["seconds"])
     total = float(args.total_seconds)
     shown: list[Tensor] = []
-    for batch in steps(source, device):
+    for since, batch in enumerate(steps(source, device)):
         spent = before + (time.monotonic() - first if first is not None else 0.0)
         progress = min(1.0, spent / total)
         source.progress.value = progress
@@ -168,11 +167,11 @@ def _loop(
         model.zero_grad(set_to_none=True)
         with torch.no_grad():
             worst = model.balance(0.004 * max(share, 0.05))
-        since += 1
+        count = since + 1
         meta["steps"] += 1
         meta["tokens"] += args.tokens
         shown.append(torch.stack((loss.detach(), norm.detach(), worst)))
-        if first is None and since == 3:
+        if first is None and count == 3:
             if device.type == "cuda":
                 torch.cuda.synchronize()
             first = time.monotonic()
@@ -180,18 +179,18 @@ def _loop(
                 total = before + args.seconds - (first - began)
             print(f"compiled after {first - began:.1f} s; schedule of {total:.0f} s", flush=True)
         now = time.monotonic()
-        if since % args.show == 0:
+        if count % args.show == 0:
             mean = torch.stack(shown).mean(0).tolist()
             shown = []
             if not math.isfinite(mean[0]):
                 raise FloatingPointError(f"the loss is {mean[0]} at step {meta['steps']}")
-            speed = (since - 3) * args.tokens / max(1e-6, now - (first or now)) if since > 3 else 0.0
+            speed = (count - 3) * args.tokens / max(1e-6, now - (first or now)) if count > 3 else 0.0
             print(
-                f"step {meta['steps']} progress {progress:.3f} loss {mean[0]:.4f} norm {mean[1]:.2f} load {mean[2]:.2f} "
-                f"tokens/s {speed:,.0f}",
+                f"step {meta['steps']} progress {progress:.3f} loss {mean[0]:.4f} norm {mean[1]:.2f} "
+                f"load {mean[2]:.2f} tokens/s {speed:,.0f}",
                 flush=True,
             )
-        done = now - began > args.seconds or since >= args.steps or progress >= 1.0
+        done = now - began > args.seconds or count >= args.steps or progress >= 1.0
         if now - last_eval > args.eval_seconds or done:
             result = evaluate(model, ops, device, sets)
             meta["log"].append({"step": meta["steps"], "progress": round(progress, 3), **result})
@@ -207,7 +206,7 @@ def _loop(
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokenizer", type=Path, default=Path("src/k3stack/models/nano/tiktoken.model"))
+    parser.add_argument("--tokenizer", type=Path, default=Path("src/k3stack/models/data/nano/tiktoken.model"))
     parser.add_argument("--out", type=Path, required=True, help="folder for the resumable weights and the log")
     parser.add_argument("--resume", type=Path, help="folder written by an earlier run")
     parser.add_argument("--seconds", type=float, default=520, help="stop after this long, compilation included")

@@ -33,7 +33,7 @@ TOOLS: list[Any] = [
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     # float64, so that a request's tokens cannot depend on what else is in the batch.
-    with served("--model-path", "nano", "--dtype", "float64", "--arena-gib", "0.1") as running:
+    with served("--model-path", "random", "--dtype", "float64", "--arena-gib", "0.1") as running:
         yield running
 
 
@@ -47,7 +47,7 @@ def text_of(message: Any) -> str:
 
 def stream_text(server: Served, text: str, tokens: int) -> str:
     stream = server.client.chat.completions.create(
-        model="nano", messages=question(text), max_tokens=tokens, temperature=0, stream=True,
+        model="random", messages=question(text), max_tokens=tokens, temperature=0, stream=True,
         extra_body={"ignore_eos": True},
     )  # fmt: skip
     return "".join(text_of(chunk.choices[0].delta) for chunk in stream if chunk.choices)
@@ -55,7 +55,7 @@ def stream_text(server: Served, text: str, tokens: int) -> str:
 
 def test_plain_and_streamed_chats_with_tools_agree(server: Served) -> None:
     ask: dict[str, Any] = {
-        "model": "nano",
+        "model": "random",
         "messages": question("What is the weather in Oslo?"),
         "tools": TOOLS,
         "max_tokens": 30,
@@ -71,7 +71,7 @@ def test_plain_and_streamed_chats_with_tools_agree(server: Served) -> None:
 
 
 def test_a_prefix_is_reused(server: Served) -> None:
-    ask: dict[str, Any] = {"model": "nano", "max_tokens": 3, "temperature": 0}
+    ask: dict[str, Any] = {"model": "random", "max_tokens": 3, "temperature": 0}
     beginning = [ord(c) for c in "Tell me something long. " * 20]
     server.client.completions.create(prompt=beginning, **ask)
     longer = [*beginning, *(ord(c) for c in " And go on from there.")]
@@ -115,7 +115,13 @@ def test_clients_that_leave_give_every_page_back(server: Served) -> None:
 
 def test_completions_and_logprobs(server: Served) -> None:
     got = server.client.completions.create(
-        model="nano", prompt="Once", max_tokens=5, temperature=0, logprobs=2, echo=True, extra_body={"ignore_eos": True}
+        model="random",
+        prompt="Once",
+        max_tokens=5,
+        temperature=0,
+        logprobs=2,
+        echo=True,
+        extra_body={"ignore_eos": True},
     )
     logprobs = got.choices[0].logprobs
     assert logprobs is not None and logprobs.tokens is not None and logprobs.token_logprobs is not None
@@ -125,7 +131,7 @@ def test_completions_and_logprobs(server: Served) -> None:
 
 
 def test_scores_are_those_of_the_network(server: Served) -> None:
-    llm = LLM(resolve("nano").path, dtype="float64", device="cpu", load_format="dummy", arena_gib=0.02)
+    llm = LLM(resolve("random").path, dtype="float64", device="cpu", load_format="dummy", arena_gib=0.02)
     ids = [ord(c) for c in "The quick brown fox"]
     logits = np.asarray(llm.logits(ids), dtype=np.float64)
     llm.close()
@@ -151,7 +157,7 @@ def test_scores_are_those_of_the_network(server: Served) -> None:
 
 
 def test_seeds_and_stop_ids(server: Served) -> None:
-    ask: dict[str, Any] = {"model": "nano", "messages": question("Hi"), "max_tokens": 12, "seed": 5}
+    ask: dict[str, Any] = {"model": "random", "messages": question("Hi"), "max_tokens": 12, "seed": 5}
     one, two = (server.client.chat.completions.create(**ask, n=2) for _ in range(2))
     assert [text_of(c.message) for c in one.choices] == [text_of(c.message) for c in two.choices]
     assert text_of(one.choices[0].message) != text_of(one.choices[1].message)
@@ -159,15 +165,15 @@ def test_seeds_and_stop_ids(server: Served) -> None:
 
 def test_too_long_is_refused_with_the_numbers(server: Served) -> None:
     with pytest.raises(openai.BadRequestError, match="context holds 8192"):
-        server.client.chat.completions.create(model="nano", messages=question("x" * 9000))
+        server.client.chat.completions.create(model="random", messages=question("x" * 9000))
 
 
 @pytest.mark.parametrize(
     ("options", "status", "says"),
     [
         (["--model-path", "/no/such/folder"], 2, "config.json"),
-        (["--model-path", "nano", "--arena-gib", "0.0001"], 1, "budget of 107,374 B holds 0 blocks"),
-        (["--model-path", "nano", "--port", "x"], 2, "--port"),
+        (["--model-path", "random", "--arena-gib", "0.0001"], 1, "budget of 107,374 B holds 0 blocks"),
+        (["--model-path", "random", "--port", "x"], 2, "--port"),
     ],
 )
 def test_what_cannot_be_served_ends_with_status_and_reason(options: list[str], status: int, says: str) -> None:

@@ -1,7 +1,7 @@
-"""The model that comes with the package, under the name ``nano``: what to run before there is a checkpoint.
+"""The models that come with the package: ``nano``, small and trained, and ``random``, a tiny one that answers noise.
 
-Until the trained one is here it is a tiny network of Kimi-K3's layout with random weights, which answers noise; whoever
-starts it is told so.
+``random`` is for trying the machinery where a model's answers do not matter: it has single bytes for a vocabulary and
+starts in no time. Whoever starts it is told what it is.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Literal
 
 NANO = "nano"
+RANDOM = "random"
 _DATA = Path(__file__).parent / "data"
 RANDOM_NOTE = (
-    "the built-in model is RANDOM: the right shape and format, but its answers are noise. "
-    "Give a checkpoint's folder as --model-path for sense"
+    "this model is RANDOM: the right shape and format, but its answers are noise. "
+    "Give `nano` or a checkpoint's folder as --model-path for sense"
 )
 
 
@@ -30,10 +31,9 @@ class Builtin:
 
 
 def resolve(model_path: str) -> Builtin:
-    """The folder behind ``model_path``; ``nano`` is the built-in model, anything else stands for itself."""
-    if model_path != NANO:
-        return Builtin(model_path)
-    trained = _DATA / NANO
-    if (trained / "model.safetensors.index.json").exists():
-        return Builtin(str(trained))
-    return Builtin(str(_DATA / "random"), load_format="dummy", note=RANDOM_NOTE)
+    """The folder behind ``model_path``: a built-in model's by its name, anything else stands for itself."""
+    if model_path == NANO:
+        return Builtin(str(_DATA / NANO))
+    if model_path == RANDOM:
+        return Builtin(str(_DATA / RANDOM), load_format="dummy", note=RANDOM_NOTE)
+    return Builtin(model_path)

@@ -82,3 +82,5 @@ ENUMS = tuple(dict.fromkeys(_ENUMS.split()))
 ADJECTIVES = tuple(dict.fromkeys(_ADJ.split()))
 FILLERS = tuple(dict.fromkeys(_FILL.split()))
 FILLER_VERBS = tuple(_FILL_VERBS.split())
+OTHER_ROLES = frozenset((*VERBS, *ACTS, *ENUMS, *ADJECTIVES, *FILLERS))
+"""Words that training shows as verbs, choices or filling, also where they are held out as nouns."""
