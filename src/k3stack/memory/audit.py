@@ -59,6 +59,7 @@ def measure(arena: Arena, tree: PrefixTree, room: Room, plan: PoolPlan, running:
 
 def audit(arena: Arena, pages: Pages, tree: PrefixTree, room: Room, rows: dict[int, Row]) -> None:
     """Raise BugError unless every block and page has exactly the owners that the books say."""
+    tree.settle()
     arena.check()
     problems = [*_states(arena, tree, room, rows), *_pages(arena, pages, tree, rows), *_tree(tree, rows)]
     own = sum(len(row.pages) - row.shared for row in rows.values()) if pages.real else 0
@@ -123,6 +124,9 @@ def _tree(tree: PrefixTree, rows: dict[int, Row]) -> Iterator[str]:
         yield "nodes with a wrong number of rows on them"
     if any(n.page >= 0 and tree.node_at[n.page] is not n for n in nodes):
         yield "the index from pages to nodes is wrong"
+    standing = Counter(id(row.last) for row in rows.values() if row.last is not None)
+    if any(s.rows != standing.get(id(s), 0) for s in tree.snapshots):
+        yield "snapshots with a wrong number of rows standing on them"
     orphans = {id(n) for n in nodes if not n.locks and not n.children and n.snapshots is None}
     if orphans != {id(n) for n in tree.orphans}:
         yield f"{len(orphans)} orphans, listed are {len(tree.orphans)}"

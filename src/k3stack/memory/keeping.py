@@ -80,6 +80,7 @@ class Keeper:
         existing = self._tree.find(node, tail)
         if existing is not None:
             existing.last = self._retention.now
+            row.stand_on(existing)
             self._room.release_state(block)
             return existing
         snapshot = self._tree.attach(node, tail, block, row.pages[depth] if rest else NO_BLOCK)
@@ -88,6 +89,7 @@ class Keeper:
         snapshot.returning = row.returning
         snapshot.uses = 2 if position == row.branch else 0
         row.taken.append(snapshot)
+        row.stand_on(snapshot)
         parent = snapshot.parent
         if parent is not None and parent is row.decode_snapshot and not parent.uses and len(parent.children) == 1:
             self._supersede(parent)
@@ -127,6 +129,7 @@ class Keeper:
 
     def prune(self, row: Row) -> None:
         """Remove what only this row, which is closed, brought to the tree."""
+        self._tree.settle()
         for snapshot in row.taken:
             if snapshot.parent is not None and not snapshot.locks:
                 self._room.drop(snapshot)

@@ -145,7 +145,7 @@ class Memory:
         self._tree.lock_path(hit.node)
         ops: list[Op] = []
         if not self._take(row, hit, ops):
-            self._tree.unlock_path(hit.node)
+            self._tree.leaving.append(hit.node)
             self._retention.unlearn(row.lesson)
             self._owed += ops
             self.counters.refused += 1
@@ -166,17 +166,22 @@ class Memory:
         source = hit.source if self.has_pages and hit.tail else None
         if isinstance(source, Node):
             self._tree.lock(source)
-        made = self._room.make(states, 1 if source is not None else 0, ops, spare=hit.snapshot)
+        snapshot = hit.snapshot
+        # One that needs a page of its own would keep that from running rows, so it is not held.
+        hold = snapshot if self._holds_prefix and not hit.tail else None
+        if hold is not None:
+            self._hold(row, hold)
+        spare = snapshot if hold is None else None
+        made = self._room.make(states, 1 if source is not None else 0, ops, spare=spare)
         if isinstance(source, Node):
             self._tree.unlock(source)
         if not made:
-            return hit.snapshot is not None and not self._holds_prefix and self._consume(row, hit.snapshot, ops)
+            if hold is not None:
+                self._let_go(hold)
+            return spare is not None and self._consume(row, spare, ops)
         if states:
             row.block, *row.tracking = (self._room.take_state() for _ in range(states))
-            snapshot = hit.snapshot
             ops.append(ClearState(row.block) if snapshot is None else CopyState(snapshot.block, row.block))
-            if snapshot is not None and self._holds_prefix and not snapshot.tail:
-                self._hold(row, snapshot)  # one that needs a page of its own would keep that from running rows
         if hit.tail:
             row.pages = self._room.take_pages(1)
             if source is not None:
@@ -185,34 +190,37 @@ class Memory:
 
     def _consume(self, row: Row, snapshot: Snapshot, ops: list[Op]) -> bool:
         """The snapshot becomes the row's working state: nothing else is left, or all else is worth more."""
-        if snapshot.tail and self.has_pages:
-            alone = self._pages.refs[snapshot.page] == 1
-            if not alone:
-                snapshot.locks += 1  # anything may go for the copy but this
-                made = self._room.make(0, 1, ops)
-                snapshot.locks -= 1
-                alone = self._pages.refs[snapshot.page] == 1
-                if not made and not alone:
-                    self._retention.changed(snapshot)
-                    return False
-            if alone:
-                self._pages.share(snapshot.page)
-                row.pages = [snapshot.page]
-                self._room.own_pages += 1
-            else:
-                row.pages = self._room.take_pages(1)
-                ops.append(CopyPage(snapshot.page, row.pages[0], self._rows_of(len(snapshot.tail))))
-        elif snapshot.tail:
+        tail, page = bool(snapshot.tail), snapshot.page
+        shared = page >= 0 and self._pages.refs[page] > 1
+        if shared or self.tracking_slots:
+            self._hold(row, snapshot)  # anything may go for the rest but this
+            made = self._room.make(self.tracking_slots, int(shared), ops)
+            if not made and shared:
+                shared = self._pages.refs[snapshot.page] > 1
+                made = not shared and self._room.make(self.tracking_slots, 0, ops)
+            self._let_go(snapshot)
+            row.held = None
+            if not made:
+                return False
+        if shared or (tail and not self.has_pages):
             row.pages = self._room.take_pages(1)
+        elif tail:
+            self._pages.share(snapshot.page)
+            row.pages = [snapshot.page]
+            self._room.own_pages += 1
+        if shared:
+            ops.append(CopyPage(snapshot.page, row.pages[0], self._rows_of(len(snapshot.tail))))
         self._tree.detach(snapshot)
         row.block = snapshot.block
         self._room.held_states += 1
+        row.tracking = [self._room.take_state() for _ in range(self.tracking_slots)]
         self.counters.consumed += 1
         return True
 
     def _place(self, row: Row, hit: Hit) -> None:
         """Where the row stands: its page table, and what comes next."""
         width = self.page_tokens
+        row.stand_on(hit.snapshot)
         row.shared = hit.node.depth
         row.pages = self._tree.pages_to(hit.node) + row.pages
         row.capacity = len(row.pages) * width
@@ -340,14 +348,16 @@ class Memory:
             self._room.own_pages -= len(row.pages) - row.shared
         for first in row.pinned:
             self._arena.unpin(first)
-        self._tree.unlock_path(row.node)
+        self._tree.leaving.append(row.node)
+        row.stand_on(None)
         if row.held is not None:
             self._let_go(row.held)
         if row.opening is not None and row.lesson is not None:
             self._retention.unlearn(row.lesson)
         if not keep:
             self._keeper.prune(row)
-        self._room.sweep()
+        if not self.has_pages:
+            self._room.sweep()
 
     # Pins and moves
 
@@ -367,6 +377,7 @@ class Memory:
 
     def flush(self) -> None:
         """Drop everything evictable: all snapshots and pages that no running row holds."""
+        self._tree.settle()
         for snapshot in [s for s in self._tree.snapshots if not s.locks]:
             self._room.evict(snapshot)
         while self._tree.orphans:

@@ -82,7 +82,7 @@ def kind_of(snapshot: Snapshot) -> int:
         return PROMISED
     if snapshot.uses >= 2:
         return FORK
-    if snapshot.children or snapshot.node.locks:
+    if snapshot.children or snapshot.rows:
         return INNER
     return RETURNING_TIP if snapshot.returning else FRESH_TIP
 
@@ -178,7 +178,7 @@ class Worth:
 
     def rank(self, snapshot: Snapshot, now: int) -> float:
         size = self._state_pages
-        if not snapshot.children and not snapshot.node.locks:
+        if not snapshot.children and not snapshot.rows:
             size += -(-snapshot.gain // self._page_tokens)
         return self._earnings(snapshot, now) / size
 

@@ -49,15 +49,24 @@ class Room:
     @property
     def running_pages(self) -> int:
         """Pages that running rows need: their own, and those of tree nodes on their paths."""
+        self._tree.settle()
         return self.own_pages + self._tree.locked if self._pages.real else 0
 
     def could(self, blocks: int, pages: int) -> bool:
         """True when ``blocks`` and ``pages`` could be supplied after evicting all that is evictable (pins apart)."""
+        if self._could(blocks, pages):
+            return True
+        if not self._tree.leaving:
+            return False
+        self._tree.settle()
+        return self._could(blocks, pages)
+
+    def _could(self, blocks: int, pages: int) -> bool:
         arena = self._arena
         states = self.held_states + self.locked_snapshots + blocks
         if self.max_states is not None and states > self.max_states:
             return False
-        needed = self.running_pages + pages if self._pages.real else 0
+        needed = self.own_pages + self._tree.locked + pages if self._pages.real else 0
         if self._pages.limit is not None and needed > self._pages.limit:
             return False
         return states + -(-needed // arena.pages_per_block) <= arena.blocks - arena.reserved
@@ -74,6 +83,7 @@ class Room:
             short_of_pages = self._pages_short(blocks, pages)
             if not short_of_states and not short_of_pages and self._arena.free_blocks >= blocks:
                 return True
+            self._tree.settle()
             if not short_of_states:
                 if not short_of_pages and self.compact(ops):
                     continue
@@ -122,6 +132,7 @@ class Room:
     def sweep(self) -> None:
         """Where nodes take no memory nothing would ever evict those that are of no use: drop them now."""
         if not self._pages.real:
+            self._tree.settle()
             while self._tree.orphans:
                 self._tree.remove_orphans(1 << 30)
 
@@ -154,6 +165,7 @@ class Room:
         while self._arena.free_blocks < 1 or self._short_of_states(1):
             if not self.could(1, 0):
                 return False
+            self._tree.settle()
             victim = self._retention.victim()
             if victim is None or not self._retention.better(gain, fork, victim):
                 return False

@@ -17,7 +17,7 @@ class Row:
     """
 
     __slots__ = (
-        "block", "branch", "capacity", "decode_snapshot", "held", "kept_to", "length", "lesson", "matched",
+        "block", "branch", "capacity", "decode_snapshot", "held", "kept_to", "last", "length", "lesson", "matched",
         "next_event", "node", "opening", "pages", "pending", "pinned", "prompt", "returning", "shared", "taken",
         "tracking",
     )  # fmt: skip
@@ -44,6 +44,8 @@ class Row:
         """Position of the deepest snapshot it found or took."""
         self.pending: list[tuple[int, int]] = []
         """(position, block) of snapshots taken whose ids ``advance`` has not reached."""
+        self.last: Snapshot | None = None
+        """The deepest snapshot on its path, found or taken."""
         self.taken: list[Snapshot] = []
         """Snapshots in the tree that it has taken."""
         self.decode_snapshot: Snapshot | None = None
@@ -58,3 +60,11 @@ class Row:
         """It continues a path that was kept or has been evicted, rather than beginning one."""
         self.pinned: list[int] = []
         """First pages of runs pinned for it."""
+
+    def stand_on(self, snapshot: Snapshot | None) -> None:
+        """``snapshot`` is now the deepest on the row's path (None: it ends)."""
+        if self.last is not None:
+            self.last.rows -= 1
+        if snapshot is not None:
+            snapshot.rows += 1
+        self.last = snapshot

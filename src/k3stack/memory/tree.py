@@ -4,7 +4,8 @@ A node is one full page of one prefix: its key is the page's token ids, its path
 snapshot lies at a node's end (empty ``tail``) or up to a page further (``tail``: the ids between), and then it also
 holds the page that has those rows. A prefix is reusable up to a snapshot: rows of the pages before it, and the state.
 
-Rows that run on a path lock every node of it, so unlocked nodes form whole subtrees. Snapshots form a tree of their
+Rows that run on a path lock every node of it, so unlocked nodes form whole subtrees (``settle`` first: the paths of
+closed rows are unlocked late). Snapshots form a tree of their
 own (``parent``: the next shallower one on the path), from which their worth is read. Unlocked leaves without a
 snapshot are of use to nobody but as a hint where prompts branch: ``orphans``, the first to be evicted.
 """
@@ -49,7 +50,7 @@ class Snapshot:
 
     __slots__ = (
         "block", "children", "last", "locks", "node", "page", "parent", "position", "promised", "returning",
-        "tail", "uses",
+        "rows", "tail", "uses",
     )  # fmt: skip
 
     def __init__(self, node: Node, tail: Ids, position: int, block: int, page: int) -> None:
@@ -61,6 +62,9 @@ class Snapshot:
         self.parent: Snapshot | None = None
         self.children: dict[Snapshot, None] = {}
         self.locks = 0
+        """Rows that keep it from being evicted."""
+        self.rows = 0
+        """Running rows whose deepest snapshot it is."""
         # What retention goes by:
         self.last = 0
         """The open that last hit it, or took it."""
@@ -102,7 +106,10 @@ class PrefixTree:
         self.orphans: OrderedDict[Node, None] = OrderedDict()
         self.nodes = 0
         self.locked = 0
-        """Nodes that running rows lie on."""
+        """Nodes that running rows lie on, and those of closed rows in ``leaving``."""
+        self.leaving: list[Node] = []
+        """Ends of the paths of closed rows, still to be unlocked: closing a long row is thus no more work than
+        closing a short one, and where memory is ample nobody waits for it."""
         size = len(pages.refs)
         self.node_at: list[Node | None] = [None] * size
         self.tails_at: dict[int, dict[Snapshot, None]] = {}
@@ -186,16 +193,17 @@ class PrefixTree:
             step.locks += 1
             step = step.parent
 
-    def unlock_path(self, node: Node) -> None:
-        """One row fewer lies on ``node`` and all its ancestors."""
-        step: Node | None = node
-        while step is not None and step.depth:
-            step.locks -= 1
-            if not step.locks:
-                self.locked -= 1
-                if not step.children and step.snapshots is None:
-                    self.orphans[step] = None
-            step = step.parent
+    def settle(self) -> None:
+        """Unlock the paths of closed rows."""
+        while self.leaving:
+            step = self.leaving.pop()
+            while step.parent is not None:
+                step.locks -= 1
+                if not step.locks:
+                    self.locked -= 1
+                    if not step.children and step.snapshots is None:
+                        self.orphans[step] = None
+                step = step.parent
 
     def unlock(self, node: Node) -> None:
         """One row fewer lies on ``node``, not counting its ancestors."""
