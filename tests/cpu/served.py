@@ -46,12 +46,13 @@ class Served:
         assert self.process.stderr is not None
         self.log.extend(self.process.stderr)
 
-    def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that have these labels."""
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
         lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
-        values = [float(line.rpartition(" ")[2]) for line in lines if re.match(rf"{name}(\{{| )", line)]
-        assert values, f"there is no metric {name}"
-        return sum(values)
+        found = [line for line in lines if re.match(rf"{name}(\{{| )", line) and all(w in line for w in wanted)]
+        assert found, f"there is no metric {name} {labels}"
+        return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
 @contextmanager

@@ -102,15 +102,12 @@ def test_clients_that_leave_give_every_page_back(server: Served) -> None:
         assert all(task.result() is None for task in leaving)
         assert all(len(task.result()) > 0 for task in staying)
     deadline = time.monotonic() + 20
-    while server.metric("k3_engine_memory_blocks_running") and time.monotonic() < deadline:
+    while server.metric("k3_arena_blocks", kind="running") and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert server.metric("k3_engine_memory_blocks_running") == 0
-    assert server.metric("k3_engine_memory_pages_running") == 0
+    assert server.metric("k3_arena_blocks", kind="running") == 0
+    assert server.metric("k3_arena_pages", kind="running") == 0
     assert server.metric("k3_requests_in_flight") == 0
-    kinds = ("free", "snapshot", "slab", "reserved")
-    assert sum(server.metric(f"k3_engine_memory_blocks_{kind}") for kind in kinds) == server.metric(
-        "k3_engine_memory_blocks"
-    )
+    assert server.metric("k3_arena_blocks") == server.metric("k3_arena_blocks_capacity")
 
 
 def test_completions_and_logprobs(server: Served) -> None:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from k3stack.errors import K3Error
-from k3stack.server import chat, completions, dashboard, generate, models
+from k3stack.server import chat, completions, dashboard, generate, models, native, tokenize
 from k3stack.server.access import KeyGate
 from k3stack.server.http_errors import error_object, error_response, json_response
 from k3stack.server.schemas import request_body
@@ -27,6 +27,20 @@ ROUTES: tuple[tuple[str, str, Handler, str], ...] = (
     ("POST", "/v1/chat/completions", chat.handle, "A chat answer, whole or as a stream"),
     ("POST", "/v1/completions", completions.handle, "Text that goes on from a prompt"),
     ("POST", "/generate", generate.handle, "Text and ids with log-probabilities, in SGLang's form"),
+    ("POST", "/tokenize", tokenize.tokenize, "Token ids of a text or a conversation"),
+    ("POST", "/v1/tokenize", tokenize.tokenize, "The same"),
+    ("POST", "/detokenize", tokenize.detokenize, "Text of token ids"),
+    ("POST", "/v1/detokenize", tokenize.detokenize, "The same"),
+    ("GET", "/model_info", native.model_info, "What is served, for routers"),
+    ("GET", "/get_model_info", native.model_info, "The same, by its old name"),
+    ("GET", "/server_info", native.server_info, "Every option, facts of the engine, its load"),
+    ("GET", "/get_server_info", native.server_info, "The same, by its old name"),
+    ("GET", "/get_load", native.get_load, "How busy the server is"),
+    ("GET", "/v1/loads", native.loads, "The same with a timestamp and sums"),
+    ("GET", "/flush_cache", native.flush_cache, "Drop cached prefixes that nothing uses"),
+    ("POST", "/flush_cache", native.flush_cache, "Drop cached prefixes that nothing uses"),
+    ("POST", "/abort_request", native.abort_request, "End a request by its id, or all"),
+    ("GET", "/health_generate", native.health_generate, "200 when a token can be generated, else 503"),
     ("GET", "/v1/models", models.list_models, "The served model"),
     ("GET", "/v1/models/{name:path}", models.one_model, "The served model, by name"),
     ("GET", "/health", models.health, "200 while requests are taken, else 503"),
@@ -47,6 +61,7 @@ def build_app(service: Service) -> FastAPI:
             summary=summary,
             response_class=Response,
             openapi_extra=request_body(path),
+            operation_id=f"{method.lower()}_{path}",
         )
     app.add_exception_handler(K3Error, _on_k3_error)
     app.add_exception_handler(HTTPException, _on_http_error)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import Metric
+
+from k3stack.server.engine_metrics import families
 
 if TYPE_CHECKING:
     from k3stack.server.records import Record
 
 _LATENCY = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
-_NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 
 class HttpMetrics:
@@ -22,6 +29,8 @@ class HttpMetrics:
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
+        # Moments of creation tell nothing that the server's own start does not, and double the page.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
 
         def counter(name: str, words: str, labels: Sequence[str] = ()) -> Counter:
             return Counter(name, words, labels, registry=self.registry)
@@ -43,7 +52,7 @@ class HttpMetrics:
         self.per_token = histogram("k3_output_token_seconds", "Mean time of one token after the first", _PER_TOKEN)
         self.total = histogram("k3_request_seconds", "From arrival to the end", _LATENCY)
         gauge("k3_model_info", "The served model", ("model",)).labels(model).set(1)
-        self._engine = _EngineGauges()
+        self._engine = _EngineNumbers()
         self.registry.register(self._engine)
 
     def observe(self, record: Record, total_s: float) -> None:
@@ -68,22 +77,11 @@ class HttpMetrics:
         return generate_latest(self.registry)
 
 
-class _EngineGauges:
-    """The engine's numbers as ``k3_engine_<name>``; nested ones get their path as name."""
+class _EngineNumbers:
+    """The engine's numbers of the last scrape."""
 
     def __init__(self) -> None:
         self.values: Mapping[str, Any] = {}
 
     def collect(self) -> Iterable[Metric]:
-        for name, value in flatten(self.values):
-            yield GaugeMetricFamily(f"k3_engine_{name}", f"Engine: {name.replace('_', ' ')}", value=value)
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, float]]:
-    """Numbers of a nested mapping with their path; what is not a number is left out."""
-    for key, value in values.items():
-        name = _NAME.sub("_", f"{prefix}{key}")
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{name}_")
-        elif isinstance(value, (int, float)):
-            yield name, float(value)
+        return families(self.values)

@@ -119,3 +119,45 @@ def sampling_fields(raw: Json) -> NativeSampling:
             param="sampling_params.max_new_tokens",
         )
     return found
+
+
+class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of /abort_request."""
+
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of /tokenize: a text, several, or a conversation with what shapes its prompt."""
+
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    messages: list[Json] | None = None
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    response_format: Json | None = None
+    reasoning_effort: str | None = None
+    reasoning: Json | None = None
+    thinking: bool | Json | None = None
+    chat_template_kwargs: Json | None = None
+    continue_final_message: bool = False
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of /detokenize: ids, or lists of ids."""
+
+    model: str | None = None
+    tokens: list[int | list[int]]
+    skip_special_tokens: bool = False
+
+
+TOKENIZE_RULES = FieldRules(
+    fixed={
+        "add_special_tokens": Fixed((True, False), "nothing is added to a prompt"),
+        "add_generation_prompt": Fixed((True,), "use continue_final_message to go on with the last message"),
+    },
+    refused={"text": "the field is called prompt"},
+)
+DETOKENIZE_RULES = FieldRules(fixed={}, refused={"ids": "the field is called tokens"})

@@ -1,4 +1,4 @@
-"""The tables of docs/serve.md, made from what the code does: ``python -m k3stack.server.reference docs/serve.md``."""
+"""The documentation's tables, made from what the code does: ``python -m k3stack.server.reference docs/*.md``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from k3stack.config.flags import markdown_aliases, markdown_table
+from k3stack.server.engine_metrics import markdown_metrics, markdown_not_offered
 from k3stack.server.fields import (
     CHAT_RULES,
     COMPLETION_RULES,
@@ -14,6 +15,7 @@ from k3stack.server.fields import (
     CompletionRequest,
     rules_table,
 )
+from k3stack.server.native_fields import GENERATE_RULES, NATIVE_SAMPLING_RULES, GenerateRequest, NativeSampling
 
 _MARK = re.compile(r"(<!-- table: ([a-z ]+) -->\n)(?:\n?\|.*\n(?:\|.*\n)*)?")
 
@@ -24,6 +26,10 @@ def tables() -> dict[str, str]:
         "options": markdown_table(),
         "aliases": markdown_aliases(),
         "chat fields": rules_table(ChatRequest, CHAT_RULES),
+        "generate fields": rules_table(GenerateRequest, GENERATE_RULES),
+        "sampling params": rules_table(NativeSampling, NATIVE_SAMPLING_RULES),
+        "engine metrics": markdown_metrics(),
+        "numbers not offered": markdown_not_offered(),
         "completion fields": rules_table(CompletionRequest, COMPLETION_RULES),
     }
 

@@ -7,12 +7,17 @@ from typing import Any
 import msgspec
 
 from k3stack.server.fields import ChatRequest, CompletionRequest
-from k3stack.server.native_fields import GenerateRequest
+from k3stack.server.native_fields import AbortRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
 
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/generate": GenerateRequest,
+    "/tokenize": TokenizeRequest,
+    "/v1/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+    "/v1/detokenize": DetokenizeRequest,
+    "/abort_request": AbortRequest,
 }
 
 

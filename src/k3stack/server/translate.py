@@ -10,7 +10,7 @@ from k3stack.chat.settings import Thinking, parse_thinking
 from k3stack.config.options import did_you_mean
 from k3stack.config.sampling import SamplingParams
 from k3stack.errors import UserError
-from k3stack.server.fields import ChatRequest, CompletionRequest
+from k3stack.server.fields import ChatRequest, CompletionRequest, Json
 from k3stack.server.http_errors import NotFound
 
 TEMPLATE_KEYS = ("thinking", "enable_thinking", "thinking_effort", "preserve_thinking", "force_nonempty_content")
@@ -35,6 +35,19 @@ def check_model(asked: str | None, served: tuple[str, ...]) -> None:
     """``model`` must be one of the served names; absent or 'default' means the served one."""
     if asked not in (None, "", "default", *served):
         raise NotFound(f"the model {asked!r} is not served here; {served[0]!r} is", param="model")
+
+
+class ThinkingFields(Protocol):
+    """The fields of a request that say whether and how hard to think."""
+
+    @property
+    def reasoning_effort(self) -> str | None: ...
+    @property
+    def reasoning(self) -> Json | None: ...
+    @property
+    def thinking(self) -> bool | Json | None: ...
+    @property
+    def chat_template_kwargs(self) -> Json | None: ...
 
 
 class Sampled(Protocol):
@@ -180,7 +193,7 @@ def room(prompt_tokens: int, asked: int | None, limits: Limits, param: str, prom
     return asked
 
 
-def thinking(request: ChatRequest) -> Thinking:
+def thinking(request: ThinkingFields) -> Thinking:
     """Whether the model thinks, and how hard, from every field that clients use for it."""
     template, switch = dict(request.chat_template_kwargs or {}), request.thinking
     for key, value in template.items():
@@ -223,6 +236,11 @@ def request_id(rid: str | None, header: str | None, open_ids: tuple[str, ...], p
         return rid
     if header is not None and _usable_id(header) and header not in open_ids:
         return header
+    return fresh(prefix)
+
+
+def fresh(prefix: str) -> str:
+    """``prefix`` and 24 hexadecimal digits."""
     return prefix + secrets.token_hex(12)
 
 

@@ -127,7 +127,10 @@ class FakeEngine:
         self.aborted.add(rid)
 
     async def stats(self) -> dict[str, Any]:
-        return {"running": len(self._open), "blocks": {"free": 7}}
+        return {
+            "memory": {"blocks_free": 7, "opens": 4, "hits": 1, "pages_running": 2, "page_tokens": 64},
+            "scheduler": {"decoding": len(self._open), "waiting": 3},
+        }
 
     async def flush(self) -> bool:
         self.flushed += 1

@@ -319,7 +319,7 @@ def test_a_client_that_leaves_ends_its_request(stream: bool) -> None:
         metrics = httpx.get(f"{live.url}/metrics").text
     assert 'k3_requests_total{end="disconnect",endpoint="chat"} 1.0' in metrics
     assert "k3_requests_in_flight 0.0" in metrics
-    assert "k3_engine_blocks_free 7.0" in metrics
+    assert 'k3_arena_blocks{kind="free"} 7.0' in metrics
 
 
 def test_sixteen_streams_at_once_do_not_mix() -> None:
