@@ -19,6 +19,7 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections import Counter
@@ -201,6 +202,7 @@ def left_behind(base_url: str, wait_s: float = 30.0) -> dict[str, Any]:
         held = {"open": data["open"], **{name: row[name] for name in names}}
         if not any(held.values()) or time.monotonic() > deadline:
             return held
+        print(f"still held: {held}", file=sys.stderr, flush=True)
         time.sleep(1)
 
 
@@ -225,16 +227,18 @@ async def fuzz(base_url: str, requests: int, concurrency: int, seed: int, timeou
 
 def serve() -> tuple[subprocess.Popen[str], str]:
     """A server on the built-in model and a free port."""
+    log = tempfile.NamedTemporaryFile("w+", prefix="k3-fuzz-", suffix=".log", delete=False)  # noqa: SIM115  the server's
     process = subprocess.Popen(
         [sys.executable, "-m", "k3stack", "serve", "--model-path", "nano", "--port", "0", "--arena-gib", "0.05",
          "--context-length", "2048", "--disable-request-log"],
         cwd=ROOT, env={"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
-        stderr=subprocess.PIPE, text=True,
+        stderr=log, text=True,
     )  # fmt: skip
-    assert process.stderr is not None
-    for line in process.stderr:
-        if found := re.search(r"answers at (http://\S+)", line):
+    print(f"the server's log is {log.name}", file=sys.stderr)
+    while process.poll() is None:
+        if found := re.search(r"answers at (http://\S+)", Path(log.name).read_text()):
             return process, found.group(1)
+        time.sleep(0.2)
     raise SystemExit("the server did not start")
 
 
@@ -247,6 +251,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds until a request counts as hanging")
     args = parser.parse_args()
+    sys.setrecursionlimit(20_000)  # bodies are nested deeper than Python's json goes by itself
     process, url = (None, args.base_url) if args.base_url else serve()
     try:
         began = time.monotonic()
