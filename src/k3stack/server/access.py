@@ -23,7 +23,7 @@ class KeyGate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         closed = scope["type"] == "http" and bool(self._keys) and scope["path"] not in OPEN_PATHS
         if closed and scope["method"] != "OPTIONS" and not self.admits(Headers(scope=scope)):
-            refusal = error_response(Unauthorized("no valid API key: send `Authorization: Bearer KEY`"))
+            refusal = error_response(Unauthorized("no valid API key: send `Authorization: Bearer KEY`"), scope["path"])
             await refusal(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from k3stack.errors import K3Error
-from k3stack.server import chat, completions, dashboard, generate, models, native, tokenize
+from k3stack.server import chat, completions, dashboard, generate, messages_api, models, native, tokenize
 from k3stack.server.access import KeyGate
-from k3stack.server.http_errors import error_object, error_response, json_response
+from k3stack.server.http_errors import error_body, error_object, error_response, json_response
 from k3stack.server.schemas import request_body
 from k3stack.server.service import Service
 
@@ -26,6 +26,8 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 ROUTES: tuple[tuple[str, str, Handler, str], ...] = (
     ("POST", "/v1/chat/completions", chat.handle, "A chat answer, whole or as a stream"),
     ("POST", "/v1/completions", completions.handle, "Text that goes on from a prompt"),
+    ("POST", "/v1/messages", messages_api.handle, "A chat answer in Anthropic's form"),
+    ("POST", "/v1/messages/count_tokens", messages_api.count_tokens, "Tokens of the prompt it would become"),
     ("POST", "/generate", generate.handle, "Text and ids with log-probabilities, in SGLang's form"),
     ("POST", "/tokenize", tokenize.tokenize, "Token ids of a text or a conversation"),
     ("POST", "/v1/tokenize", tokenize.tokenize, "The same"),
@@ -85,15 +87,17 @@ def _bound(service: Service, handler: Handler) -> Callable[[Request], Awaitable[
 async def _on_k3_error(request: Request, error: Any) -> Response:
     if error.http_status >= 500 and error.http_status != 503:
         log.error("%s %s: %s", request.method, request.url.path, error)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _on_http_error(request: Request, error: Any) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}"
     headers = dict(error.headers or {})
-    return json_response({"error": error_object(message, error.status_code)}, error.status_code, headers)
+    body = error_body(error_object(message, error.status_code), error.status_code, request.url.path)
+    return json_response(body, error.status_code, headers)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return json_response({"error": error_object("the server failed; its log says where", 500)}, 500)
+    body = error_body(error_object("the server failed; its log says where", 500), 500, request.url.path)
+    return json_response(body, 500)

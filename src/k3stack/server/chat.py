@@ -49,11 +49,14 @@ async def prepare(service: Service, body: bytes, header_id: str | None) -> ChatJ
     request = decode(body, ChatRequest, CHAT_RULES)
     translate.check_model(request.model, service.names)
     if len(body) > LONG_PROMPT_CHARS:
-        return await asyncio.to_thread(_prepare, service, request, header_id)
-    return _prepare(service, request, header_id)
+        return await asyncio.to_thread(prepare_request, service, request, header_id)
+    return prepare_request(service, request, header_id)
 
 
-def _prepare(service: Service, request: ChatRequest, header_id: str | None) -> ChatJob:
+def prepare_request(
+    service: Service, request: ChatRequest, header_id: str | None, *, endpoint: str = "chat", prefix: str = "chatcmpl-"
+) -> ChatJob:
+    """Check, render and tokenize a decoded request. ``prefix`` begins a fresh id."""
     thinking = translate.thinking(request)
     segments = render(
         request.messages,
@@ -68,7 +71,7 @@ def _prepare(service: Service, request: ChatRequest, header_id: str | None) -> C
     choice = parse_tool_choice(request.tool_choice, declared)
     ids = tuple(encode(segments, service.tokenizer))
     asked, limit_field = translate.output_limit(request)
-    rid = translate.request_id(request.rid, header_id, service.engine.open_requests(), "chatcmpl-")
+    rid = translate.request_id(request.rid, header_id, service.engine.open_requests(), prefix)
     params = translate.sampling(
         request,
         service.limits,
@@ -104,7 +107,7 @@ def _prepare(service: Service, request: ChatRequest, header_id: str | None) -> C
         thinking=in_think,
         grammar=_grammar(service, request, choice, all_tools(request), in_think),
     )
-    record = Record(rid, "chat", request.stream, prompt_tokens=len(ids), labels=labels(request))
+    record = Record(rid, endpoint, request.stream, prompt_tokens=len(ids), labels=labels(request))
     return ChatJob(request, submit, record, service.model, int(time.time()), choices)
 
 

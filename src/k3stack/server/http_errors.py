@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from k3stack.errors import K3Error, NotNow, Unavailable, UserError
+from k3stack.errors import K3Error, NotNow, UserError
 
 TYPES = {
     400: "invalid_request_error",
@@ -51,28 +51,33 @@ def error_of(error: K3Error) -> dict[str, Any]:
     return error_object(str(error), error.http_status, getattr(error, "param", None))
 
 
-def error_response(error: K3Error) -> Response:
-    """The response that ends a request in ``error``."""
+ANTHROPIC_TYPES = {**TYPES, 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+ANTHROPIC_PATH = "/v1/messages"
+
+
+def anthropic_error(message: str, status: int) -> dict[str, Any]:
+    """The body of an error under /v1/messages."""
+    return {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(status, "api_error"), "message": message}}
+
+
+def error_body(error: dict[str, Any], status: int, path: str) -> dict[str, Any]:
+    """``error`` (an ``error_object``) as the clients of ``path`` expect it."""
+    if path.startswith(ANTHROPIC_PATH):
+        return anthropic_error(error["message"], status)
+    return {"error": error}
+
+
+def error_response(error: K3Error, path: str = "") -> Response:
+    """The response that ends a request to ``path`` in ``error``."""
     headers = {}
     if isinstance(error, NotNow):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
-    return json_response({"error": error_of(error)}, status=error.http_status, headers=headers)
+    body = error_body(error_of(error), error.http_status, path)
+    return json_response(body, status=error.http_status, headers=headers)
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """``body`` (builtins and msgspec structs) as JSON."""
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
-
-
-__all__ = [
-    "NotFound",
-    "TooLarge",
-    "Unauthorized",
-    "Unavailable",
-    "error_object",
-    "error_of",
-    "error_response",
-    "json_response",
-]

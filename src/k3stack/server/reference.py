@@ -15,6 +15,7 @@ from k3stack.server.fields import (
     CompletionRequest,
     rules_table,
 )
+from k3stack.server.messages_convert import MESSAGES_RULES, MessagesRequest
 from k3stack.server.native_fields import GENERATE_RULES, NATIVE_SAMPLING_RULES, GenerateRequest, NativeSampling
 
 _MARK = re.compile(r"(<!-- table: ([a-z ]+) -->\n)(?:\n?\|.*\n(?:\|.*\n)*)?")
@@ -26,6 +27,7 @@ def tables() -> dict[str, str]:
         "options": markdown_table(),
         "aliases": markdown_aliases(),
         "chat fields": rules_table(ChatRequest, CHAT_RULES),
+        "messages fields": rules_table(MessagesRequest, MESSAGES_RULES),
         "generate fields": rules_table(GenerateRequest, GENERATE_RULES),
         "sampling params": rules_table(NativeSampling, NATIVE_SAMPLING_RULES),
         "engine metrics": markdown_metrics(),

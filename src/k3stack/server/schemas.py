@@ -7,11 +7,14 @@ from typing import Any
 import msgspec
 
 from k3stack.server.fields import ChatRequest, CompletionRequest
+from k3stack.server.messages_convert import MessagesRequest
 from k3stack.server.native_fields import AbortRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
 
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": MessagesRequest,
     "/generate": GenerateRequest,
     "/tokenize": TokenizeRequest,
     "/v1/tokenize": TokenizeRequest,

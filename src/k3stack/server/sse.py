@@ -33,11 +33,17 @@ def event(data: Any) -> bytes:
 
 
 async def open_stream(
-    service: Service, record: Record, rids: Iterable[str], frames: AsyncIterator[bytes], receive: Receive
+    service: Service,
+    record: Record,
+    rids: Iterable[str],
+    frames: AsyncIterator[bytes],
+    receive: Receive,
+    error_frame: Callable[[dict[str, Any], int], bytes] | None = None,
 ) -> Response:
     """The response that streams ``frames``, once the first has come: what fails before is a status of its own.
 
-    ``rids``: the engine's requests behind it, aborted when the client leaves.
+    ``rids``: the engine's requests behind it, aborted when the client leaves. ``error_frame``: how a stream that
+    breaks off says so, given an ``error_object`` and its status.
     """
 
     async def gone() -> None:
@@ -48,20 +54,26 @@ async def open_stream(
     first = await unless_gone(receive, anext(frames), gone)
     if first is None:
         return Response(status_code=499)
-    return EventStream(_guarded(first, frames), gone, {"x-request-id": record.rid})
+    return EventStream(_guarded(first, frames, error_frame or _error_frame), gone, {"x-request-id": record.rid})
 
 
-async def _guarded(first: bytes, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+def _error_frame(error: dict[str, Any], status: int) -> bytes:
+    return event({"error": error})
+
+
+async def _guarded(
+    first: bytes, frames: AsyncIterator[bytes], error_frame: Callable[[dict[str, Any], int], bytes]
+) -> AsyncIterator[bytes]:
     """``frames`` with an error event where they break off. No [DONE] follows it: a cut answer is no finished one."""
     yield first
     try:
         async for chunk in frames:
             yield chunk
     except K3Error as e:
-        yield event({"error": error_of(e)})
+        yield error_frame(error_of(e), e.http_status)
     except Exception:
         log.exception("a stream broke off")
-        yield event({"error": error_object("the server failed", 500)})
+        yield error_frame(error_object("the server failed", 500), 500)
 
 
 class EventStream(Response):
