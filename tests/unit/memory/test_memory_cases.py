@@ -329,6 +329,18 @@ def test_pinned_row_keeps_its_pages_where_they_are() -> None:
     assert r.memory.stats().pins == 0
 
 
+def test_refused_open_teaches_nothing() -> None:
+    r = rig(blocks=3)
+    r.open(0, PROMPT[:5])
+    assert r.compute(0, 5)
+    assert r.memory.extend(0, 16) is not None
+    (kept,) = r.memory._tree.snapshots
+    before = (r.memory._retention.now, kept.last, kept.uses)
+    assert r.open(1, (*PROMPT[:5], 1)) is None  # no page for its own copy of the second one
+    assert (r.memory._retention.now, kept.last, kept.uses) == before
+    assert r.memory.lookup((*PROMPT[:5], 1)).cached == 5
+
+
 @pytest.mark.parametrize(("slots", "held"), [(5, 3), (4, 2), (3, 1), (1, 1)])
 def test_sglang_reserves_slots(slots: int, held: int) -> None:
     plan = pool(30, engine="sglang", slots_per_request=slots, max_states=10, max_pages=40)
