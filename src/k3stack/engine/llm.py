@@ -76,7 +76,8 @@ class LLM:
     """A model and its engine in this process.
 
     ``engine_options``: any field of ``EngineOptions`` (``LLM(path, engine="sglang", chunked_prefill_size=64)``); an
-    unknown one raises UserError with its name. It works on token ids alone where a checkpoint has no tokenizer.
+    unknown one raises UserError with its name; ``progress=True`` shows a bar while the weights are read. It works on
+    token ids alone where a checkpoint has no tokenizer.
     Not thread-safe. ``close`` (or a ``with`` block) frees its memory.
     """
 
