@@ -97,7 +97,7 @@ class EngineProcess:
         self._process = process
         self._channel = channel
         # The process may need children of its own, so it is no daemon; this ends it should the parent forget to.
-        atexit.register(self.kill)
+        atexit.register(self._abandon)
 
     @classmethod
     def spawn(
@@ -144,9 +144,13 @@ class EngineProcess:
         with contextlib.suppress(ValueError):
             self._process.kill()
 
+    def _abandon(self) -> None:
+        self.kill()
+        self._channel.remove()
+
     def dispose(self) -> None:
         """Forget an ended process and remove its sockets."""
-        atexit.unregister(self.kill)
+        atexit.unregister(self._abandon)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -159,7 +163,7 @@ def engine_main(options: EngineOptions, script: Script | None, channel: Channel,
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     faulthandler.enable()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    _end_with_parent()
+    _end_with_parent(channel)
     stop = _StopFlag()
     signal.signal(signal.SIGTERM, stop.on_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
@@ -206,7 +210,7 @@ class _StopFlag:
             raise SystemExit
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(channel: Channel) -> None:
     """A thread that ends this process when its parent is gone, however busy the main thread is."""
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -214,6 +218,7 @@ def _end_with_parent() -> None:
 
     def wait() -> None:
         parent.join()
+        channel.remove()
         os._exit(1)
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
