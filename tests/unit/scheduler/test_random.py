@@ -113,6 +113,8 @@ class Episode:
         self.rig.check_tokens()
         assert self.rig.scheduler.drained
         self.operations["preempt"] += self.rig.scheduler.stats().preempted
+        if self.rig.pool.engine == "k3":
+            assert self.rig.scheduler.stats().rescued == 0
         self.operations["rescue"] += self.rig.scheduler.stats().rescued
         assert not [e for e in self.rig.ends.values() if e.message.startswith("no room")]
         memory = self.rig.memory.stats()
