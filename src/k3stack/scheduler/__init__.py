@@ -15,6 +15,7 @@ from k3stack.scheduler.request import (
     Request,
     StopHit,
     Stopper,
+    Target,
     Times,
     TokenEvent,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "StepLoop",
     "StopHit",
     "Stopper",
+    "Target",
     "Times",
     "TokenEvent",
     "View",

@@ -5,15 +5,17 @@ from __future__ import annotations
 from k3stack.errors import BugError
 from k3stack.scheduler.core import Core, Flight
 from k3stack.scheduler.plan import GroupResult, RowResult, StepResult, TokenLogprobs
+from k3stack.scheduler.policy import LearningPolicy
 from k3stack.scheduler.request import Entry, Phase, Stopper, TokenEvent
 
 
 class Committer:
     """Results come in the order of the plans. A row's extra token, sampled after its end was known, is dropped."""
 
-    def __init__(self, core: Core, stopper: Stopper | None) -> None:
+    def __init__(self, core: Core, stopper: Stopper | None, learner: LearningPolicy | None = None) -> None:
         self.core = core
         self.stopper = stopper
+        self.learner = learner
 
     def commit(self, result: StepResult) -> None:
         core = self.core
@@ -22,6 +24,9 @@ class Committer:
             raise BugError(f"result of step {result.step} while {waited} is awaited")
         flight = core.flights.popleft()
         core.committed = flight.step
+        if self.learner is not None:
+            failed = flight.void or result.error is not None
+            self.learner.observed(None if failed else result.seconds, core.clock.now())
         if flight.void:
             return
         if result.error is not None:
@@ -115,7 +120,7 @@ class Committer:
             return
         entry.score_from = None
         if entry.first_at is None:
-            entry.first_at = core.clock.now()
+            core.first_token(entry)
         for i, token in enumerate(row.tokens):
             entry.ids.append(token)
             if not self._look(entry, token, row.logprobs[i : i + 1]):

@@ -71,6 +71,10 @@ class Core:
         """Counts occasions on which memory may have got room."""
         self.pressure = False
         """Memory ran out and somebody was preempted: until a request leaves, nobody else starts."""
+        self.starting: dict[str, Entry] = {}
+        """Streams whose first token is in flight."""
+        self.mean_outputs = 0.0
+        """Output tokens of requests that ended by themselves, a running mean over about 50; 0: none has yet."""
         self.counts: Counter[str] = Counter()
         self._order = 0
 
@@ -79,7 +83,9 @@ class Core:
     def enqueue(self, request: Request, limit: int) -> None:
         now = self.clock.now()
         arrival = now if request.arrival is None else request.arrival
-        entry = Entry(request, now, arrival - request.priority * self.options.aging_s, self._order, limit)
+        entry = Entry(
+            request, now, arrival - request.priority * self.options.aging_s, self._order, limit, self.options.target
+        )
         self._order += 1
         self.live[request.rid] = entry
         self.queue.push(entry)
@@ -126,6 +132,10 @@ class Core:
             return
         entry.phase = Phase.DECODE
         self.set_horizon(entry)
+        if entry.first_at is None:
+            self.starting[entry.rid] = entry
+        else:
+            self.rows.set_due(entry)
         if entry.special:
             self.special.append(entry)
         else:
@@ -162,6 +172,13 @@ class Core:
         known = len(entry.ids)
         return min(entry.prompt_len + entry.limit, max(known - 1, 0) // page * page + page + 1)
 
+    def first_token(self, entry: Entry) -> None:
+        """Commit has the first token of ``entry``: the schedule of its stream begins."""
+        entry.first_at = self.clock.now()
+        self.starting.pop(entry.rid, None)
+        if entry.row >= 0:
+            self.rows.set_due(entry)
+
     def pages_known(self, entry: Entry) -> None:
         """Commit reached ``mark``: whole pages of known tokens become shareable."""
         row = entry.row
@@ -184,6 +201,7 @@ class Core:
             self.prefilling.remove(entry)
         elif entry.phase is Phase.DECODE and entry.special:
             self.special.remove(entry)
+        self.starting.pop(entry.rid, None)
         self.memory.close(row, entry.ids, state_at=at, keep=keep, resume=resume)
         self.rows.drop(entry)
         self.pending.forget(row)
@@ -221,6 +239,9 @@ class Core:
             self.queue.remove(entry)
         entry.phase = Phase.ENDED
         self.counts[reason] += 1
+        if reason in ("stop", "length"):
+            weight = 1.0 if not self.mean_outputs else 0.02
+            self.mean_outputs += weight * (entry.outputs - self.mean_outputs)
         self.events.append(
             FinishEvent(
                 rid=entry.rid,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from k3stack.errors import UserError
+from k3stack.scheduler.request import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class SchedulerOptions:
     check_when_idle: bool = True
     """Check the conservation of memory whenever the last request has ended."""
 
+    target: Target | None = None
+    """Latency target of requests that bring none."""
     sglang: SglangEstimate | None = None
     """Behaviour ``sglang``: its rules of admission, chunks and retraction in place of ours."""
 

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from k3stack.memory.ops import Op
 from k3stack.scheduler.core import Core, Flight
 from k3stack.scheduler.draft import Draft, Work
+from k3stack.scheduler.loads import step_load
 from k3stack.scheduler.plan import GroupPlan, PagesAppend, RowAdd, RowWork, StepPlan
-from k3stack.scheduler.policy import Decision, Policy, View
+from k3stack.scheduler.policy import Decision, LearningPolicy, Policy, View
 from k3stack.scheduler.request import Entry, Phase
 from k3stack.scheduler.rules import Rules
 
@@ -27,6 +28,7 @@ class Planner:
         self.policy = policy
         self.rules = rules
         self.view = view
+        self.learner = policy if isinstance(policy, LearningPolicy) else None
 
     def plan(self) -> StepPlan | None:
         core = self.core
@@ -293,6 +295,9 @@ class Planner:
         rows, entries = self._decode_rows(draft)
         if not draft.work and not rows:
             return None
+        if self.learner is not None:
+            load = step_load(len(rows), core.rows.context(rows), [w.work for w in draft.work])
+            self.learner.planned(load, core.clock.now())
         core.rows.step(rows)
         after: list[Op] = []
         for item in draft.work:

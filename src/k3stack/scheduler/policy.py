@@ -6,10 +6,14 @@ request waits and a chunk or decode row sits a step out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+
+from k3stack.estimate.work import StepLoad
 from k3stack.scheduler.request import Entry
 
 
@@ -32,6 +36,32 @@ class View(Protocol):
     @property
     def decoding(self) -> int:
         """Rows past their prompt that still have tokens to plan."""
+        ...
+
+    @property
+    def starting(self) -> Collection[Entry]:
+        """Streams whose first token is in flight."""
+        ...
+
+    def schedules(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """When the next token of each stream is due (its whole schedule so far met), seconds on the clock, and its
+        pace, seconds a token. inf where there is no deadline, or where the first token came too late for the target;
+        ``starting`` have none yet."""
+        ...
+
+    @property
+    def context(self) -> int:
+        """Lengths of all streams together."""
+        ...
+
+    def uncached(self, entry: Entry) -> int:
+        """Prompt tokens that ``entry`` would have to compute, or has still to. For a waiting one memory is asked
+        once in a while only."""
+        ...
+
+    @property
+    def mean_outputs(self) -> float:
+        """Mean output of requests that ended lately; 0: none has yet."""
         ...
 
     @property
@@ -61,3 +91,20 @@ class Policy(Protocol):
     """Plans one step at a time."""
 
     def decide(self, view: View) -> Decision: ...
+
+
+@runtime_checkable
+class LearningPolicy(Policy, Protocol):
+    """A policy that is told what became of its decisions, in the order of the plans."""
+
+    def planned(self, load: StepLoad, now: float) -> None:
+        """A plan with ``load`` goes to the executor."""
+        ...
+
+    def observed(self, seconds: float | None, now: float) -> None:
+        """The oldest plan in flight has come back after so many seconds on the device; None: it failed."""
+        ...
+
+    def forget(self) -> None:
+        """Plans in flight will not come back."""
+        ...

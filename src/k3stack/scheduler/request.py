@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol
@@ -13,6 +14,14 @@ from k3stack.scheduler.plan import TokenLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "rejected", "error"]
 Refusal = Literal["queue_full", "too_long", "invalid", "draining"]
+
+
+class Target(msgspec.Struct, frozen=True):
+    """What a request's latency should be: first token within ``first_s`` of arrival, then on average at most
+    ``token_s`` a token over the request. Seconds."""
+
+    first_s: float = 2.0
+    token_s: float = 0.025
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +41,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     room for all of them and computes the last one only. A preempted one is computed here like any other."""
     masked: bool = False
     """Each token needs a grammar mask computed from the tokens before it."""
+    target: Target | None = None
+    """None: ``SchedulerOptions.target``. Policies that know no targets do without."""
+    whole: bool = False
+    """The answer is of use only as a whole (a tool call): it has no deadline for its first token, and n tokens are
+    due ``first_s + n * token_s`` after arrival."""
 
 
 class Times(msgspec.Struct, frozen=True, gc=False):
@@ -110,11 +124,13 @@ class Entry:
         "blocked_at",
         "cached",
         "first_at",
+        "first_due",
         "ids",
         "key",
         "limit",
         "mark",
         "order",
+        "pace",
         "phase",
         "preempted",
         "prompt_len",
@@ -130,7 +146,9 @@ class Entry:
         "stops",
     )
 
-    def __init__(self, request: Request, now: float, key: float, order: int, limit: int) -> None:
+    def __init__(
+        self, request: Request, now: float, key: float, order: int, limit: int, target: Target | None = None
+    ) -> None:
         sampling = request.sampling
         self.request = request
         self.rid = request.rid
@@ -153,6 +171,11 @@ class Entry:
         self.queued_at = now if request.arrival is None else request.arrival
         self.started_at: float | None = None
         self.first_at: float | None = None
+        target = request.target or target
+        self.first_due = self.queued_at + target.first_s if target else math.inf
+        """When its first token is due; for one that is of use as a whole, when token 0 would be."""
+        self.pace = target.token_s if target else math.inf
+        """Seconds a token may take on average."""
         self.cached = 0
         self.preempted = 0
         self.resume_after = -1
@@ -167,6 +190,16 @@ class Entry:
     @property
     def ended(self) -> bool:
         return self.phase is Phase.ENDED
+
+    @property
+    def due0(self) -> float:
+        """The next token of a stream whose planned length is n is due at ``due0 + pace * n``; inf: nothing is, for
+        want of a target or because the first token came too late for it. Needs ``first_at``."""
+        if self.request.whole:
+            return self.first_due - (self.prompt_len - 2) * self.pace if self.pace < math.inf else math.inf
+        if self.first_at is None or self.first_at > self.first_due or self.pace == math.inf:
+            return math.inf
+        return self.first_at - (self.prompt_len - 1) * self.pace
 
     @property
     def final(self) -> int:

@@ -23,6 +23,9 @@ class RowTable:
         self.length: npt.NDArray[np.int64] = np.zeros(rows, np.int64)
         """Tokens in cache and state once every plan issued has run."""
         self.horizon: npt.NDArray[np.int64] = np.zeros(rows, np.int64)
+        self.due0: npt.NDArray[np.float64] = np.full(rows, np.inf)
+        self.pace: npt.NDArray[np.float64] = np.zeros(rows)
+        """The row's next token is due at ``due0 + pace * length`` (``Entry.due0``)."""
         self.room = [0] * rows
         """Tokens that the row's pages have room for."""
         self.snap = [NEVER] * rows
@@ -56,6 +59,7 @@ class RowTable:
         self.length[row] = length
         self.room[row] = 0
         self.snap[row] = NEVER
+        self.due0[row] = np.inf
         return row
 
     def drop(self, entry: Entry) -> None:
@@ -98,6 +102,24 @@ class RowTable:
             return []
         late = self.length[rows] >= self.horizon[rows]
         return rows[late].tolist() if late.any() else []
+
+    def schedules(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """When the next token of each decode row is due, on the scheduler's clock (inf: no deadline), and its pace."""
+        self._refresh()
+        rows = self._array
+        pace = self.pace[rows]
+        return self.due0[rows] + pace * self.length[rows], pace
+
+    def context(self, rows: tuple[int, ...]) -> int:
+        """Lengths of ``rows`` together."""
+        at = self._array if rows is self._rows and not self._dirty else np.array(rows, np.intp)
+        return int(self.length[at].sum())
+
+    def set_due(self, entry: Entry) -> None:
+        """``entry``'s first token is known, or it goes on after a preemption."""
+        due0 = entry.due0
+        self.due0[entry.row] = due0
+        self.pace[entry.row] = entry.pace if due0 < np.inf else 0.0
 
     def step(self, rows: tuple[int, ...]) -> None:
         """Every one of ``rows`` (what ``decode_set`` gave, or a part of it) has one more token planned."""

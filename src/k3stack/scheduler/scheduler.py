@@ -14,10 +14,11 @@ from k3stack.scheduler.options import SchedulerOptions
 from k3stack.scheduler.plan import StepPlan, StepResult
 from k3stack.scheduler.planning import Planner
 from k3stack.scheduler.policy import Policy
-from k3stack.scheduler.request import Entry, Event, Phase, Request, Stopper
+from k3stack.scheduler.request import Event, Phase, Request, Stopper
 from k3stack.scheduler.rules import Rules
 from k3stack.scheduler.seams import Clock, RowMemory
 from k3stack.scheduler.sglang_rules import SglangRules
+from k3stack.scheduler.view import CoreView
 
 IDLE_CHECK_S = 5.0
 """Least time between two checks of conservation: each walks the whole memory."""
@@ -77,8 +78,8 @@ class Scheduler:
         self._core = Core(memory, options, clock)
         estimate = options.sglang
         self._rules = Rules(self._core) if estimate is None else SglangRules(self._core, estimate)
-        self._planner = Planner(self._core, policy, self._rules, _CoreView(self._core))
-        self._committer = Committer(self._core, stopper)
+        self._planner = Planner(self._core, policy, self._rules, CoreView(self._core))
+        self._committer = Committer(self._core, stopper, self._planner.learner)
         self._limits = Limits(options, lone_tokens(memory.plan))
         self._draining = False
         self._busy = False
@@ -123,6 +124,8 @@ class Scheduler:
             core.end(entry, "error", message=message, keep=False)
         core.lose_device()
         core.flights.clear()
+        if self._planner.learner is not None:
+            self._planner.learner.forget()
         core.committed = core.next_step - 1
 
     def drain(self) -> None:
@@ -224,34 +227,3 @@ class Scheduler:
         if self.options.check_when_idle and now - self._checked_at >= IDLE_CHECK_S:
             self._checked_at = now
             self.check()
-
-
-class _CoreView:
-    """What a policy sees."""
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-
-    @property
-    def now(self) -> float:
-        return self._core.clock.now()
-
-    @property
-    def waiting(self) -> Sequence[Entry]:
-        return self._core.queue.entries
-
-    @property
-    def prefilling(self) -> Sequence[Entry]:
-        return self._core.prefilling
-
-    @property
-    def decoding(self) -> int:
-        return self._core.rows.decoding + len(self._core.special)
-
-    @property
-    def free_rows(self) -> int:
-        return self._core.rows.free
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self._core.options.chunk_tokens

@@ -57,6 +57,13 @@ class Clock(Protocol):
     def sleep_until(self, t: float) -> None: ...
 
 
+class Found(Protocol):
+    """How much of a prompt could be reused now."""
+
+    @property
+    def cached(self) -> int: ...
+
+
 class Opened(Protocol):
     """A row may begin: its state block, the pages of the reused prefix of ``cached`` tokens, and the copies."""
 
@@ -93,6 +100,8 @@ class RowMemory(Protocol):
     def available_tokens(self) -> int:
         """Tokens of pages that are free or evictable."""
         ...
+
+    def lookup(self, ids: Sequence[int]) -> Found: ...
 
     def open(self, seq: int, ids: Sequence[int]) -> Opened | None: ...
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from k3stack.errors import BugError
 from k3stack.estimate.work import StepLoad
 from k3stack.memory.ops import CopyState
+from k3stack.scheduler.loads import step_load
 from k3stack.scheduler.plan import PLAN_VERSION, GroupPlan, GroupResult, RowResult, RowWork, StepPlan, StepResult
 from k3stack.scheduler.seams import Clock
 
@@ -114,30 +115,9 @@ class ModelledExecutor:
             if self._last is not None:
                 self._last[self._index] += 1
                 self._tokens = tuple(self._last[self._index].tolist())
-        rows, samples = len(decode), len(decode)
-        chunk_rows = chunk_tokens = chunk_prefix = 0
-        pairs = 0.0
         for work in group.work:
-            count, start = work.count, work.start
-            lengths[work.row] = start + count
-            samples += work.sample
-            if work.ids is None:
-                rows += 1
-                context += start
-                continue
-            chunk_rows += 1
-            chunk_tokens += count
-            chunk_prefix += start
-            pairs += count * (start + count / 2)
-        return StepLoad(
-            decode_rows=rows,
-            decode_context=context,
-            chunk_rows=chunk_rows,
-            chunk_tokens=chunk_tokens,
-            chunk_prefix=chunk_prefix,
-            chunk_pairs=pairs,
-            samples=samples,
-        )
+            lengths[work.row] = work.start + work.count
+        return step_load(len(decode), context, group.work)
 
     def _sampled(self, work: RowWork) -> int:
         """The token sampled after ``work``."""
