@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from k3stack.scheduler.clock import VirtualClock
+from k3stack.scheduler.cost import CorrectedCost, LearnedCost, StepCost
 from k3stack.scheduler.loop import MaskSource, StepLoop
 from k3stack.scheduler.options import SchedulerOptions, SglangEstimate
 from k3stack.scheduler.policies.prefill_first import PrefillFirst
+from k3stack.scheduler.policies.slo import Slo, SloOptions
 from k3stack.scheduler.policy import Decision, Policy, View
 from k3stack.scheduler.request import (
     Event,
@@ -22,10 +24,12 @@ from k3stack.scheduler.request import (
 from k3stack.scheduler.scheduler import MaskedRow, Scheduler, SchedulerStats
 
 __all__ = [
+    "CorrectedCost",
     "Decision",
     "Event",
     "FinishEvent",
     "FinishReason",
+    "LearnedCost",
     "MaskSource",
     "MaskedRow",
     "Policy",
@@ -36,6 +40,9 @@ __all__ = [
     "SchedulerOptions",
     "SchedulerStats",
     "SglangEstimate",
+    "Slo",
+    "SloOptions",
+    "StepCost",
     "StepLoop",
     "StopHit",
     "Stopper",

@@ -1,8 +1,11 @@
-"""What a policy knows of how long steps take: a cost function given from outside, corrected by measured steps."""
+"""What a policy knows of how long steps take: given from outside and corrected by measured steps, or only learned."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
 
 from k3stack.estimate.work import StepLoad
 
@@ -18,6 +21,15 @@ class StepCost(Protocol):
     def seconds(self, load: StepLoad) -> float: ...
 
 
+@runtime_checkable
+class LearningCost(StepCost, Protocol):
+    """A ``StepCost`` that measured steps improve."""
+
+    def learn(self, load: StepLoad, seconds: float) -> None:
+        """A step with ``load`` has taken ``seconds`` (0 or less: it was not measured)."""
+        ...
+
+
 class CorrectedCost:
     """``StepCost`` times a factor learned on line, one for steps with a chunk and one for those without."""
 
@@ -31,7 +43,6 @@ class CorrectedCost:
         return self.cost.seconds(load) * self.factors[load.chunk_tokens > 0]
 
     def learn(self, load: StepLoad, seconds: float) -> None:
-        """A step with ``load`` has taken ``seconds``; steps that were not measured (0) teach nothing."""
         predicted = self.cost.seconds(load)
         if seconds <= 0 or predicted <= 0:
             return
@@ -42,3 +53,49 @@ class CorrectedCost:
         self._seen[kind] += 1
         weight = max(WEIGHT, 1.0 / self._seen[kind])  # a plain mean at first
         self.factors[kind] += weight * (ratio - self.factors[kind])
+
+
+PRIOR = (2e-3, 2e-5, 1e-9, 2e-3, 2e-4, 1e-8)
+"""Seconds of a step with a chunk, of a chunk's token and attended pair; of a step with decode rows, of a decode row and
+of a token behind one: where learning begins, of no hardware in particular."""
+FORGET = 0.995
+"""Weight of a step relative to the one after it."""
+
+
+class LearnedCost:
+    """Step times as a sum of six terms (``PRIOR``), their factors fitted on line to relative errors.
+
+    For machines that ``estimate`` has no figures of. Recursive least squares with forgetting; factors below 0 count
+    as 0.
+    """
+
+    def __init__(self) -> None:
+        self.factors: npt.NDArray[np.float64] = np.ones(len(PRIOR))
+        self._prior = np.array(PRIOR)
+        self._spread = np.eye(len(PRIOR)) * 100.0
+
+    def _terms(self, load: StepLoad) -> npt.NDArray[np.float64]:
+        counts = (
+            float(load.chunk_tokens > 0),
+            load.chunk_tokens,
+            load.chunk_pairs,
+            float(load.decode_rows > 0),
+            load.decode_rows,
+            load.decode_context,
+        )
+        return self._prior * counts
+
+    def seconds(self, load: StepLoad) -> float:
+        terms = self._terms(load)
+        return max(float(terms @ np.maximum(self.factors, 0.0)), 1e-3 * float(terms.sum()))
+
+    def learn(self, load: StepLoad, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        x = self._terms(load) / seconds  # relative errors: a short step teaches as much as a long one
+        spread = self._spread @ x
+        gain = spread / (FORGET + float(x @ spread))
+        self.factors = self.factors + gain * (1.0 - float(x @ self.factors))
+        grown = (self._spread - np.outer(gain, spread)) / FORGET
+        # Directions that no step excites would grow without bound.
+        self._spread = grown if float(np.trace(grown)) < 1e6 else self._spread - np.outer(gain, spread)

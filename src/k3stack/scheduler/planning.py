@@ -200,7 +200,7 @@ class Planner:
         core.memory.flush()
         core.counts["rescued"] += 1
         taken = self._try_start(entry, left, draft)
-        if taken > 0:
+        if taken >= 0:
             return taken
         core.end(
             entry,
@@ -221,11 +221,12 @@ class Planner:
             return -1
         core.pending.before.extend(opened.ops)
         end = self.rules.accept(entry, opened.cached, left)
-        extended = memory.extend(row, end) if end > opened.cached else None
+        extended = memory.extend(row, end) if end is not None and end > opened.cached else None
         if extended is None:
             memory.close(row, entry.ids, state_at=opened.cached)
             core.pending.forget(row)
-            return -1
+            return 0 if end == opened.cached else -1
+        assert end is not None
         core.pending.before.extend(extended.ops)
         core.occupy(entry, opened.cached)
         core.rows.room[row] = -(-end // core.page_tokens) * core.page_tokens

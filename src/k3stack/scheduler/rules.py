@@ -29,9 +29,9 @@ class Rules:
         would push each other out for ever."""
         return not self.core.pressure or not self.core.rows.running or self.outranked(entry) is not None
 
-    def accept(self, entry: Entry, cached: int, left: int) -> int:
+    def accept(self, entry: Entry, cached: int, left: int) -> int | None:
         """Memory is open with ``cached`` tokens reused, ``left`` are left in the step: where the first chunk ends
-        (``cached``: refused, the request waits)."""
+        (``cached``: the step has too few tokens left). None: refused, the request waits."""
         return self.chunk_end(entry, cached, left)
 
     def chunk_end(self, entry: Entry, start: int, left: int) -> int:

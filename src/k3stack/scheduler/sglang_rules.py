@@ -43,12 +43,12 @@ class SglangRules(Rules):
     def may_start(self, entry: Entry) -> bool:
         return True
 
-    def accept(self, entry: Entry, cached: int, left: int) -> int:
+    def accept(self, entry: Entry, cached: int, left: int) -> int | None:
         total = len(entry.ids)
         end = self.chunk_end(entry, cached, left)
         alone = not self.core.rows.running
         if end > cached and not alone and not self._affords(entry, total - cached):
-            return cached
+            return None
         if end == total:
             self._held += self.core.page_tokens + self._most(entry)
         return end

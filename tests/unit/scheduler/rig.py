@@ -126,7 +126,7 @@ class Rig:
 
     def submit(self, rid: str, prompt: Sequence[int] | int, max_tokens: int | None = 8, **kw: Any) -> Request:
         ids = tuple(range(1, prompt + 1)) if isinstance(prompt, int) else tuple(prompt)
-        fields = {k: kw.pop(k) for k in ("priority", "arrival", "eos_ids", "masked") if k in kw}
+        fields = {k: kw.pop(k) for k in ("priority", "arrival", "eos_ids", "masked", "target", "whole") if k in kw}
         request = Request(rid=rid, prompt_ids=ids, sampling=SamplingParams(max_tokens=max_tokens, **kw), **fields)
         self.requests[rid] = request
         self.tokens[rid] = []

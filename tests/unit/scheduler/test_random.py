@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from k3stack.estimate.pools import PoolPlan
+from k3stack.estimate.work import StepLoad
 from k3stack.executor.scripted import Fault, ToyModel
-from k3stack.scheduler import PrefillFirst, SchedulerOptions
+from k3stack.scheduler import PrefillFirst, SchedulerOptions, Slo, SloOptions, Target
+from k3stack.scheduler.policy import Policy
 from tests.unit.scheduler.rig import Rig, StopFinder, pool
 
 MODEL = ToyModel(vocab=40)
@@ -55,12 +57,27 @@ def random_options(rng: random.Random, plan: PoolPlan) -> SchedulerOptions:
         "chunk_tokens": rng.choice((3, 8, 16, 64)),
         "max_queued": rng.choice((3, 50)),
         "aging_s": rng.choice((0.0, 0.05, 30.0)),
+        "target": rng.choice((None, Target(0.2, 0.012), Target(0.05, 0.02))),
     }
     if plan.engine == "sglang":
         fields["max_running"] = min(fields["max_running"], plan.max_running)
         fields["chunk_tokens"] = max(fields["chunk_tokens"], plan.layout.page_tokens)
         return SchedulerOptions.for_sglang(**fields)
     return SchedulerOptions(**fields)
+
+
+class FixedCost:
+    """As the rig's clock goes: 10 ms a step."""
+
+    def seconds(self, load: StepLoad) -> float:
+        return 0.01
+
+
+def random_policy(rng: random.Random) -> Policy:
+    if rng.random() < 0.6:
+        return PrefillFirst(mixed=rng.random() < 0.5)
+    options = SloOptions(guard_s=rng.choice((0.1, 1.0)), mixed=rng.random() < 0.5, max_gap_s=rng.choice((None, 0.02)))
+    return Slo(FixedCost(), options)
 
 
 @dataclass
@@ -78,7 +95,7 @@ class Episode:
         self.rig = Rig(
             plan,
             random_options(rng, plan),
-            policy=PrefillFirst(mixed=rng.random() < 0.5),
+            policy=random_policy(rng),
             overlap=rng.choice((1, 2, 2, 3)),
             model=MODEL,
             mask_of=mask_of,
@@ -149,6 +166,7 @@ class Episode:
                 priority=rng.choice((0, 0, 0, 1, -1)),
                 eos_ids=rng.choice(((), (7,), (7, 8, 9))),
                 ignore_eos=rng.random() < 0.2,
+                whole=rng.random() < 0.3,
                 **kw,
             )
             self.operations["submit"] += 1

@@ -3,7 +3,8 @@
 A stream's schedule: its token n is due n times the target's time per token after its first. A prompt is computed when
 that makes no stream late; until then the streams decode and so build up room. Prompts go by earliest deadline of
 their first token; those that cannot be on time any more go behind those that can, and when not all can, the largest
-gives way first (Moore and Hodgson's rule). Nothing is forced but by the guard against starvation.
+gives way first (Moore and Hodgson's rule). A prompt is begun without room for two reasons only: waiting would make it
+late while the streams can be expected to make up for it, or the guard against starvation asks for it.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
-from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from k3stack.errors import UserError
 from k3stack.estimate.work import StepLoad
-from k3stack.scheduler.cost import CorrectedCost, StepCost
+from k3stack.scheduler.cost import CorrectedCost, LearningCost, StepCost
+from k3stack.scheduler.policies.deadlines import Prompt, in_order
 from k3stack.scheduler.policy import Decision, View
-from k3stack.scheduler.request import Entry, Phase
+from k3stack.scheduler.request import Entry
 
 DECODE = Decision()
 INF = float("inf")
@@ -28,10 +29,15 @@ DEFAULT_ANSWER = 200.0
 """Tokens of an answer before any has ended."""
 LOOK_AHEAD = 256
 """Waiting requests, in the order of their turn, that are considered each time."""
+LEAST_GAIN = 0.02
+"""Of its pace: slack that a stream is taken to win by a step at least, so that estimates stay finite."""
 MOST_DECODE = 0.8
 """Share of the device that streams are taken to need at most, when estimating how long prompts take beside them."""
-GUARD_EARLY = 0.95
-"""The guard acts at this share of its time, since a step in flight has to end first."""
+GUARD_EARLY = 0.8
+"""The guard acts at this share of its time: a step in flight has to end first, and its share of the time may be taken.
+"""
+PREDICT_S = 2.0
+"""Age at which the prediction for a waiting prompt is made anew, with what steps have taught since."""
 LEAST_CHUNK = 64
 """Tokens below which a chunk is not cut."""
 GAP_MARGIN = 0.95
@@ -44,8 +50,11 @@ class SloOptions:
 
     guard_s: float = 20.0
     """No request waits longer than this for its start, as far as ``guard_share`` allows."""
-    guard_share: float = 0.5
+    guard_share: float = 0.25
     """Most of the time that prompts started by the guard may take while others could still be on time."""
+    risk: float = 0.6
+    """A prompt that waiting would make late is begun although streams have no room for it, if fewer streams than this
+    are to be expected to miss their target for it. 0: never."""
     max_gap_s: float | None = None
     """Longest time between two tokens of a stream that a step may cause; chunks are cut to keep it."""
     mixed: bool = True
@@ -65,17 +74,49 @@ class SloOptions:
         return self
 
 
-class _Prompt(NamedTuple):
-    """A prompt that could be computed next."""
+class Streams:
+    """The streams that can still meet their target, as they will be at ``start``."""
 
-    due: float
-    """When its computation must be over."""
-    order: int
-    seconds: float
-    """That its computation takes by itself."""
-    left: int
-    """Tokens to compute."""
-    entry: Entry
+    def __init__(
+        self,
+        start: float,
+        load: StepLoad,
+        step: float,
+        slack: npt.NDArray[np.float64],
+        pace: npt.NDArray[np.float64],
+        answer: float,
+        mixed: bool,
+    ) -> None:
+        self.start = start
+        self.load = load
+        self.step = step
+        """Seconds of one decode step of all streams."""
+        self.slack = slack
+        """Seconds that each one's next token may come after ``start``."""
+        self.answer = answer
+        self.gain = np.maximum(pace - step, LEAST_GAIN * pace)
+        """Slack that each one wins by a decode step."""
+        self.room = INF
+        """Seconds that a step with a chunk may take before one of them is late."""
+        self.stretch = 1.0
+        """By how much the streams' needs stretch the time that prompts take."""
+        if len(slack):
+            self.room = float(slack.min()) - (0.0 if mixed else step)
+            self.stretch = 1.0 / (1.0 - min(step / float(pace.min()), MOST_DECODE))
+
+    def wait(self, seconds: float) -> float:
+        """How long to decode until a step of so many seconds has room."""
+        if not len(self.slack):
+            return 0.0
+        return max(0.0, float(((seconds - self.slack) / self.gain).max())) * self.step
+
+    def risk(self, seconds: float) -> float:
+        """Streams that are to be expected to end before they have made up for a step of so many seconds now, their
+        answers ending anywhere with the same probability."""
+        if not len(self.slack):
+            return 0.0
+        behind = np.maximum(seconds - self.slack, 0.0) / self.gain
+        return float((1.0 - np.exp(-behind / self.answer)).sum())
 
 
 class Slo:
@@ -83,7 +124,7 @@ class Slo:
 
     def __init__(self, cost: StepCost, options: SloOptions | None = None) -> None:
         self.options = (options or SloOptions()).validate()
-        self.cost = CorrectedCost(cost)
+        self.cost: LearningCost = cost if isinstance(cost, LearningCost) else CorrectedCost(cost)
         self._flights: deque[tuple[StepLoad, float]] = deque()
         self._since = 0.0
         """When the oldest plan in flight began, as far as known."""
@@ -91,8 +132,8 @@ class Slo:
         """Until then the guard starts nothing."""
         self._forced: str | None = None
         """The request that the guard started and that is not through yet."""
-        self._raw: dict[str, tuple[int, float]] = {}
-        """Of waiting requests: tokens left, and what the given cost function says of them."""
+        self._seconds_of: dict[str, tuple[int, float, float]] = {}
+        """Of waiting requests: tokens left, when predicted, and seconds they take by themselves."""
 
     # -- what becomes of decisions --------------------------------------------------------------------------------
 
@@ -118,54 +159,53 @@ class Slo:
             return DECODE
         now = view.now
         start = max(now, self._since + sum(s for _, s in self._flights)) if self._flights else now
-        streams = StepLoad(decode_rows=view.decoding, decode_context=view.context, samples=view.decoding)
-        step = self.cost.seconds(streams) if view.decoding else 0.0
+        load = StepLoad(decode_rows=view.decoding, decode_context=view.context, samples=view.decoding)
+        step = self.cost.seconds(load) if view.decoding else 0.0
+        streams = self._streams(view, start, load, step)
         entries = [*prefilling, *waiting[:LOOK_AHEAD]]
         forced = self._guarded(entries, start)
         if forced is not None:
-            prompt = self._prompt(view, forced, step)
-            decision = self._fill(view, [prompt], streams, INF, start)
-            self._guard_from = start + self._step_seconds(streams, decision.tokens) / self.options.guard_share
+            decision = self._fill(view, [self._prompt(view, forced, step)], set(), streams, INF)
+            self._guard_from = start + self._seconds(load, decision.tokens) / self.options.guard_share
             self._forced = forced.rid
             return decision
-        room, stretch = self._room(view, start, step)
-        if room <= step:
-            return DECODE
-        prompts = self._in_order([self._prompt(view, e, step) for e in entries], start, stretch)
-        return self._fill(view, prompts, streams, room, start)
+        prompts, on_time = in_order([self._prompt(view, e, step) for e in entries], start, streams.stretch)
+        room = streams.room
+        if prompts[0].order in on_time and self._worth(prompts[0], streams, view.chunk_tokens):
+            room = INF
+        return self._fill(view, prompts, on_time, streams, room)
 
-    def _room(self, view: View, start: float, step: float) -> tuple[float, float]:
-        """Seconds that a step beginning at ``start`` may take before a stream that can still meet its target is late
-        with its next token; and by how much the streams' needs stretch the time a prompt takes."""
+    def _streams(self, view: View, start: float, load: StepLoad, step: float) -> Streams:
         dues, paces = view.schedules()
         answer = view.mean_outputs or DEFAULT_ANSWER
         # A stream that lags by more than it can be expected to make up again is given up.
         live = (dues < INF) & (dues > start - answer * np.maximum(paces - step, 0.0))
-        room, pace = INF, INF
-        if live.any():
-            room = float(dues[live].min()) - start
-            pace = float(paces[live].min())
+        slack, pace = (dues[live] - start).tolist(), paces[live].tolist()
         for entry in view.starting:
-            if entry.request.whole:
-                room = min(room, entry.first_due + 2 * entry.pace - start)
-            elif start <= entry.first_due:
-                room = min(room, entry.pace)
-            pace = min(pace, entry.pace)
-        if room == INF:
-            return INF, 1.0
-        share = min(step / pace, MOST_DECODE)
-        return room if self.options.mixed else room - step, 1.0 / (1.0 - share)
+            if entry.request.whole and entry.pace < INF:
+                slack.append(entry.first_due + 2 * entry.pace - start)
+                pace.append(entry.pace)
+            elif start <= entry.first_due < INF:
+                slack.append(entry.pace)
+                pace.append(entry.pace)
+        return Streams(start, load, step, np.array(slack), np.array(pace), answer, self.options.mixed)
+
+    def _worth(self, prompt: Prompt, streams: Streams, chunk: int) -> bool:
+        """Waiting for room would make ``prompt`` late, and few streams are to be feared for if it is begun now."""
+        seconds = self._seconds(streams.load, min(prompt.left, chunk), len(prompt.entry.ids) - prompt.left)
+        later = streams.start + streams.wait(seconds)
+        return later + prompt.seconds > prompt.due and streams.risk(seconds) < self.options.risk
 
     # -- the order of prompts -------------------------------------------------------------------------------------
 
-    def _prompt(self, view: View, entry: Entry, step: float) -> _Prompt:
+    def _prompt(self, view: View, entry: Entry, step: float) -> Prompt:
         left = view.uncached(entry)
-        cached = self._raw.get(entry.rid)
-        if cached is None or cached[0] != left:
-            if len(self._raw) > 4 * LOOK_AHEAD:
-                self._raw.clear()
-            cached = left, self._prompt_seconds(len(entry.ids) - left, left, view.chunk_tokens)
-            self._raw[entry.rid] = cached
+        known = self._seconds_of.get(entry.rid)
+        if known is None or known[0] != left or view.now - known[1] > PREDICT_S:
+            if len(self._seconds_of) > 4 * LOOK_AHEAD:
+                self._seconds_of.clear()
+            known = left, view.now, self._prompt_seconds(len(entry.ids) - left, left, view.chunk_tokens)
+            self._seconds_of[entry.rid] = known
         due = entry.first_due - self.options.outside_s
         if entry.request.whole:
             # Its last token counts: while it decodes faster than its pace it makes up for a late start.
@@ -173,44 +213,16 @@ class Slo:
             due += answer * max(0.0, entry.pace - step)
         elif entry.first_at is not None and entry.due0 < INF:
             due = entry.due0 + entry.pace * len(entry.ids)  # it was preempted, and its next token is due
-        return _Prompt(due, entry.order, cached[1] * self.cost.factors[1], left, entry)
+        return Prompt(due, entry.order, known[2], left, entry)
 
     def _prompt_seconds(self, prefix: int, left: int, chunk: int) -> float:
-        """What the given cost function says of a prompt by itself: ``left`` tokens after ``prefix``."""
+        """Steps of a prompt by itself: ``left`` tokens after ``prefix``."""
         seconds = 0.0
         while left > 0:
             take = min(left, chunk)
-            seconds += self.cost.cost.seconds(with_chunk(StepLoad(), prefix, take))
+            seconds += self.cost.seconds(with_chunk(StepLoad(), prefix, take))
             prefix, left = prefix + take, left - take
         return seconds
-
-    @staticmethod
-    def _in_order(prompts: list[_Prompt], start: float, stretch: float) -> list[_Prompt]:
-        """Started ones, then by priority: those that can be on time by deadline, then the others by arrival.
-
-        Of those that cannot all be on time the largest is put off until the rest are (Moore and Hodgson: the most
-        deadlines that one machine can keep).
-        """
-        ready = [p for p in prompts if p.entry.phase is Phase.PREFILL]
-        waiting = [p for p in prompts if p.entry.phase is Phase.WAITING]
-        t = start + sum(p.seconds for p in ready) * stretch
-        for priority in sorted({p.entry.request.priority for p in waiting}, reverse=True):
-            kept: list[tuple[float, int]] = []
-            level = sorted(p for p in waiting if p.entry.request.priority == priority)
-            dropped = set()
-            for i, p in enumerate(level):
-                if start + p.seconds > p.due:
-                    dropped.add(i)
-                    continue
-                t += p.seconds * stretch
-                heappush(kept, (-p.seconds, i))
-                if t > p.due:
-                    seconds, largest = heappop(kept)
-                    t += seconds * stretch
-                    dropped.add(largest)
-            ready += [p for i, p in enumerate(level) if i not in dropped]
-            ready += sorted((level[i] for i in dropped), key=lambda p: p.order)
-        return ready
 
     def _guarded(self, entries: Sequence[Entry], start: float) -> Entry | None:
         """Who has waited too long and may be started, or gone on with, regardless of the streams."""
@@ -222,15 +234,17 @@ class Slo:
 
     # -- the size of the step -------------------------------------------------------------------------------------
 
-    def _step_seconds(self, streams: StepLoad, tokens: int, prefix: int = 0) -> float:
-        return self.cost.seconds(with_chunk(streams if self.options.mixed else StepLoad(), prefix, tokens))
+    def _seconds(self, load: StepLoad, tokens: int, prefix: int = 0) -> float:
+        """A step with a chunk, and the streams of ``load`` if they decode in it."""
+        return self.cost.seconds(with_chunk(load if self.options.mixed else StepLoad(), prefix, tokens))
 
-    def _fill(self, view: View, prompts: list[_Prompt], streams: StepLoad, room: float, start: float) -> Decision:
-        """The first prompts that fit into the step's tokens and into ``room`` seconds."""
-        load = streams if self.options.mixed else StepLoad()
+    def _fill(self, view: View, prompts: list[Prompt], on_time: set[int], streams: Streams, room: float) -> Decision:
+        """The first prompts that fit into the step's tokens and into ``room`` seconds; one that is ``on_time`` is not
+        to be made late by others in the same step."""
+        load = streams.load if self.options.mixed else StepLoad()
         chosen: list[Entry] = []
         tokens, due = 0, INF
-        gap = INF if not view.decoding else self._gap(streams)
+        gap = INF if not view.decoding else self._gap(streams.load)
         for p in prompts:
             take = min(p.left, view.chunk_tokens - tokens)
             if take <= 0:
@@ -238,20 +252,20 @@ class Slo:
             prefix = len(p.entry.ids) - p.left
             more = with_chunk(load, prefix, take)
             seconds = self.cost.seconds(more)
-            on_time = start + p.seconds <= p.due
-            if chosen and (seconds > min(room, gap) or start + seconds > due or not on_time):
-                break
-            if seconds > room:
+            if chosen and (seconds > min(room, gap) or streams.start + seconds > due or p.order not in on_time):
                 break
             if seconds > gap:
                 take = self._cut(load, prefix, take, gap)
                 more = with_chunk(load, prefix, take)
+                seconds = self.cost.seconds(more)
+            if seconds > room:
+                break
             load = more
             chosen.append(p.entry)
             tokens += take
-            due = min(due, p.due)
-            if take < p.left or not on_time:
+            if p.order not in on_time or take < p.left:
                 break
+            due = min(due, p.due)
         if not chosen:
             return DECODE
         return Decision(chunks=chosen, tokens=tokens, mixed=self.options.mixed)
@@ -264,7 +278,7 @@ class Slo:
         bound *= GAP_MARGIN
         if not self.options.mixed:
             bound -= self.cost.seconds(streams)
-        return bound if self._step_seconds(streams, LEAST_CHUNK) <= bound else INF
+        return bound if self._seconds(streams, LEAST_CHUNK) <= bound else INF
 
     def _cut(self, load: StepLoad, prefix: int, most: int, seconds: float) -> int:
         """The largest chunk of at least ``LEAST_CHUNK`` and at most ``most`` tokens whose step keeps ``seconds``."""

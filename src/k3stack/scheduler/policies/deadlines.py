@@ -1,0 +1,61 @@
+"""Which prompts can still be on time, and in which order: one machine, known times, deadlines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from k3stack.scheduler.request import Entry, Phase
+
+
+class Prompt(NamedTuple):
+    """A prompt that could be computed next."""
+
+    due: float
+    """When its computation must be over."""
+    order: int
+    seconds: float
+    """That its computation takes by itself."""
+    left: int
+    """Tokens to compute."""
+    entry: Entry
+
+
+def in_time(prompts: Sequence[Prompt], start: float, stretch: float) -> list[Prompt]:
+    """The most of ``prompts``, which come by deadline, that can be over in time one after the other.
+
+    The machine is free at ``start`` and needs ``stretch`` times a prompt's seconds (streams decode in between). Moore
+    and Hodgson's rule: whenever the next would be late, the longest so far is left out.
+    """
+    kept: list[tuple[float, int]] = []
+    t = start
+    for i, p in enumerate(prompts):
+        if start + p.seconds > p.due:
+            continue
+        heappush(kept, (-p.seconds, i))
+        t += p.seconds * stretch
+        if t > p.due and len(kept) > 1:
+            t += heappop(kept)[0] * stretch
+    return [prompts[i] for i in sorted(i for _, i in kept)]
+
+
+def in_order(prompts: Sequence[Prompt], start: float, stretch: float) -> tuple[list[Prompt], set[int]]:
+    """The order to compute ``prompts`` in, and the ``order`` of those that are to be on time.
+
+    First those already begun; then a higher priority before a lower one, and in each those that can be on time by
+    deadline before the others by arrival.
+    """
+    result = [p for p in prompts if p.entry.phase is Phase.PREFILL]
+    t = start + sum(p.seconds for p in result) * stretch
+    on_time = {p.order for p in result if start + p.seconds <= p.due}
+    waiting = sorted(p for p in prompts if p.entry.phase is Phase.WAITING)
+    for priority in sorted({p.entry.request.priority for p in waiting}, reverse=True):
+        level = [p for p in waiting if p.entry.request.priority == priority]
+        kept = in_time(level, t, stretch)
+        t += sum(p.seconds for p in kept) * stretch
+        chosen = {p.order for p in kept}
+        result += kept
+        result += sorted((p for p in level if p.order not in chosen), key=lambda p: p.order)
+        on_time |= chosen
+    return result, on_time
