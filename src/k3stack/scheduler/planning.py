@@ -240,10 +240,13 @@ class Planner:
         core, memory = self.core, self.core.memory
         known = len(entry.ids)
         opened = memory.open(row, entry.ids[-1:])  # nothing is matched: the rows come from outside
-        extended = memory.extend(row, known) if opened is not None else None
-        if opened is None or extended is None:
-            if opened is not None:
-                memory.close(row, entry.ids, state_at=None, keep=False)
+        if opened is None:
+            return -1
+        core.pending.before.extend(opened.ops)
+        extended = memory.extend(row, known)
+        if extended is None:
+            memory.close(row, entry.ids, state_at=None, keep=False)
+            core.pending.forget(row)
             return -1
         core.occupy(entry, known - 1)
         core.rows.room[row] = -(-known // core.page_tokens) * core.page_tokens

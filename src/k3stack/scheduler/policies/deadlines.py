@@ -25,8 +25,9 @@ class Prompt(NamedTuple):
 def in_time(prompts: Sequence[Prompt], start: float, stretch: float) -> list[Prompt]:
     """The most of ``prompts``, which come by deadline, that can be over in time one after the other.
 
-    The machine is free at ``start`` and needs ``stretch`` times a prompt's seconds (streams decode in between). Moore
-    and Hodgson's rule: whenever the next would be late, the longest so far is left out.
+    The machine is free at ``start``; after a prompt it is free again only after ``stretch`` times its seconds, since
+    streams decode in between. Moore and Hodgson's rule: whenever the next would be late, the longest so far is left
+    out.
     """
     kept: list[tuple[float, int]] = []
     t = start
@@ -34,8 +35,9 @@ def in_time(prompts: Sequence[Prompt], start: float, stretch: float) -> list[Pro
         if start + p.seconds > p.due:
             continue
         heappush(kept, (-p.seconds, i))
+        late = t + p.seconds > p.due
         t += p.seconds * stretch
-        if t > p.due and len(kept) > 1:
+        if late:
             t += heappop(kept)[0] * stretch
     return [prompts[i] for i in sorted(i for _, i in kept)]
 

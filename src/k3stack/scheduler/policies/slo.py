@@ -128,6 +128,8 @@ class Slo:
         self._flights: deque[tuple[StepLoad, float]] = deque()
         self._since = 0.0
         """When the oldest plan in flight began, as far as known."""
+        self._standing = 0.0
+        """Seconds of the steps planned since the streams last decoded."""
         self._guard_from = float("-inf")
         """Until then the guard starts nothing."""
         self._forced: str | None = None
@@ -140,7 +142,9 @@ class Slo:
     def planned(self, load: StepLoad, now: float) -> None:
         if not self._flights:
             self._since = now
-        self._flights.append((load, self.cost.seconds(load)))
+        seconds = self.cost.seconds(load)
+        self._standing = 0.0 if load.decode_rows else self._standing + seconds
+        self._flights.append((load, seconds))
 
     def observed(self, seconds: float | None, now: float) -> None:
         load, _ = self._flights.popleft()
@@ -247,7 +251,7 @@ class Slo:
         gap = INF if not view.decoding else self._gap(streams.load)
         for p in prompts:
             take = min(p.left, view.chunk_tokens - tokens)
-            if take <= 0:
+            if take <= 0 or (chosen and take < p.left):
                 break
             prefix = len(p.entry.ids) - p.left
             more = with_chunk(load, prefix, take)
@@ -258,7 +262,7 @@ class Slo:
                 take = self._cut(load, prefix, take, gap)
                 more = with_chunk(load, prefix, take)
                 seconds = self.cost.seconds(more)
-            if seconds > room:
+            if seconds > min(room, gap):
                 break
             load = more
             chosen.append(p.entry)
@@ -278,7 +282,9 @@ class Slo:
         bound *= GAP_MARGIN
         if not self.options.mixed:
             bound -= self.cost.seconds(streams)
-        return bound if self._seconds(streams, LEAST_CHUNK) <= bound else INF
+        if self._seconds(streams, LEAST_CHUNK) > bound:
+            return INF
+        return bound if self.options.mixed else bound - self._standing
 
     def _cut(self, load: StepLoad, prefix: int, most: int, seconds: float) -> int:
         """The largest chunk of at least ``LEAST_CHUNK`` and at most ``most`` tokens whose step keeps ``seconds``."""
