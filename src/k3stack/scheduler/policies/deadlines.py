@@ -27,19 +27,19 @@ def in_time(prompts: Sequence[Prompt], start: float, stretch: float) -> list[Pro
 
     The machine is free at ``start``; after a prompt it is free again only after ``stretch`` times its seconds, since
     streams decode in between. Moore and Hodgson's rule: whenever the next would be late, the longest so far is left
-    out.
+    out, of equals the last.
     """
     kept: list[tuple[float, int]] = []
     t = start
     for i, p in enumerate(prompts):
         if start + p.seconds > p.due:
             continue
-        heappush(kept, (-p.seconds, i))
+        heappush(kept, (-p.seconds, -i))
         late = t + p.seconds > p.due
         t += p.seconds * stretch
         if late:
             t += heappop(kept)[0] * stretch
-    return [prompts[i] for i in sorted(i for _, i in kept)]
+    return [prompts[i] for i in sorted(-i for _, i in kept)]
 
 
 def in_order(prompts: Sequence[Prompt], start: float, stretch: float) -> tuple[list[Prompt], set[int]]:
