@@ -81,6 +81,7 @@ def _settings(args: argparse.Namespace) -> SimSettings:
         chunk_tokens=args.chunked_prefill_size,
         seed=args.seed,
         check_every=args.check_every,
+        fast_path=not args.no_fast_path,
     )
 
 
@@ -145,5 +146,6 @@ def _parser() -> Parser:
     what.add_argument("--efficiency", help="another set of step-time constants, such as roofline")
     what.add_argument("--repeats", type=int, default=4, help="runs a rate at most, with --sustained (default: 4)")
     what.add_argument("--check-every", type=int, default=0, metavar="N", help="check conservation every N steps")
+    what.add_argument("--no-fast-path", action="store_true", help="plan every step one by one (same results, slower)")
     add_load_options(parser)
     return parser

@@ -30,6 +30,9 @@ class Efficiency:
     """Bandwidth share reached by 16-bit weights, states and cache rows."""
     expert_read: float = 0.60
     """Bandwidth share reached by the routed experts' packed weights in small batches."""
+    expert_reach: float = 1.0
+    """Tokens choose experts as if uniformly among this share of them: routing is uneven, so that a batch touches fewer
+    distinct experts than independent uniform choices would."""
     product: float = 0.45
     """Share of the 16-bit rate reached by prefill products."""
     expert_product: float = 0.35
@@ -43,7 +46,9 @@ class Efficiency:
     chunk_s: float = 5e-3
     """A prefill step's time outside its parts."""
     host_s: float = 0.0
-    """Time a request spends outside steps before its first token (HTTP, tokenizing, hand-over)."""
+    """Time a request spends outside steps before its first token, whatever its length (HTTP, hand-over)."""
+    host_token_s: float = 0.0
+    """The same for each token of its prompt (templates, tokenizing, copies between processes)."""
     dcp_layer_s: float = 1.2e-5
     """Exchange of partial attention, one MLA layer of a decode step under DCP."""
     verify_spread: float = 1.0
@@ -53,6 +58,10 @@ class Efficiency:
     error: float = 0.3
     """Relative error band of a predicted step time (stated beside every prediction)."""
     provenance: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def before_s(self, prompt_tokens: int) -> float:
+        """Seconds between a request's arrival and its place in the scheduler's queue."""
+        return self.host_s + self.host_token_s * prompt_tokens
 
     def constants(self) -> dict[str, float]:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "provenance"}
@@ -101,16 +110,38 @@ class StepModel:
         self._bandwidth, self._rate = gpu.bandwidth, bf16
         self._expert_rate = gpu.rates.get("fp8", bf16) if fp8 else bf16
         self._link = _slowest_link(hardware, layout)
+        self._lines: dict[tuple[int, int, int], tuple[tuple[float, float], ...]] = {}
 
     def step(self, load: StepLoad, stage: int = 0) -> StepCost:
         """Seconds of ``load`` on pipeline stage ``stage``, its parts, and its floor."""
-        work = self.stages[stage].work(load, slowest=self._slowest, verify_spread=self.efficiency.verify_spread)
-        parts = self._parts(load, work, self.efficiency)
+        e = self.efficiency
+        work = self.stages[stage].work(
+            load, slowest=self._slowest, verify_spread=e.verify_spread, reach=e.expert_reach
+        )
+        parts = self._parts(load, work, e)
         return StepCost(sum(parts.values()), parts, self.floor(work))
 
     def seconds(self, load: StepLoad) -> float:
         """Time of a step on the slowest stage (the only one without pipeline parallelism)."""
-        return max(self.step(load, i).seconds for i in range(len(self.stages)))
+        if load.chunk_tokens:
+            return max(self.step(load, i).seconds for i in range(len(self.stages)))
+        lines = self.decode_lines(load.decode_rows, load.verify, load.samples)
+        return max([rest + slope * load.decode_context for rest, slope in lines])
+
+    def decode_lines(self, rows: int, verify: int = 1, samples: int | None = None) -> tuple[tuple[float, float], ...]:
+        """A decode step's time is a line in its cached tokens: (seconds, seconds a token) of each stage."""
+        key = (rows, verify, rows * verify if samples is None else samples)
+        found = self._lines.get(key)
+        if found is None:
+            found = self._lines[key] = tuple([self._line(key, i) for i in range(len(self.stages))])
+        return found
+
+    def _line(self, key: tuple[int, int, int], stage: int) -> tuple[float, float]:
+        rows, verify, samples = key
+        far = 1 << 30
+        near = self.step(StepLoad(decode_rows=rows, verify=verify, samples=samples), stage)
+        off = self.step(StepLoad(decode_rows=rows, decode_context=far, verify=verify, samples=samples), stage)
+        return near.seconds, off.parts["attention"] / far
 
     def floor(self, work: RankWork) -> float:
         """No step can be faster: all bytes at full bandwidth, or all operations at the full rate."""

@@ -81,7 +81,7 @@ class RankWork:
         return self.dense_flops + self.expert_flops + self.head_flops + self.attention_flops
 
 
-def experts_touched(experts: int, top_k: int, tokens: float) -> float:
+def experts_touched(experts: float, top_k: int, tokens: float) -> float:
     """Distinct experts of one layer that ``tokens`` tokens choose, uniform routing: n · (1 − (1 − k/n)^tokens)."""
     return experts * -math.expm1(tokens * math.log1p(-top_k / experts)) if tokens > 0 else 0.0
 
@@ -160,25 +160,30 @@ class RankModel:
         per_head = 2.0 * (2 * KDA_CHUNK * k + 2 * KDA_CHUNK * k + 3 * k * k)
         self.kda_flops = per_head * kda.heads / self.layout.attn_tp * self.block.state_layers
 
-    def touched(self, tokens: float, *, slowest: bool = False) -> float:
+    def touched(self, tokens: float, *, slowest: bool = False, reach: float = 1.0) -> float:
         """Routed experts of one layer whose weights a rank reads: the mean rank's, or the slowest rank's expectation.
 
         The slowest of ``ep`` ranks reads about mean + sqrt(2 ln ep) standard deviations (binomial, as the number of
-        touched experts among those a rank owns).
+        touched experts among those a rank owns). ``reach``: tokens choose among this share of the experts only, as
+        uneven routing makes it look (1: uniform).
         """
         moe, ep = self.geometry.moe, self.layout.ep
-        mean = experts_touched(moe.experts, moe.top_k, tokens) / ep
+        within = max(moe.experts * reach, float(moe.top_k))
+        mean = experts_touched(within, moe.top_k, tokens) / ep
         if not slowest or ep == 1:
             return mean
-        owned = moe.experts / ep
+        owned = within / ep
         share = mean / owned
         return min(owned, mean + math.sqrt(2 * math.log(ep)) * math.sqrt(owned * share * (1 - share)))
 
-    def work(self, load: StepLoad, *, slowest: bool = False, verify_spread: float = 1.0) -> RankWork:
+    def work(
+        self, load: StepLoad, *, slowest: bool = False, verify_spread: float = 1.0, reach: float = 1.0
+    ) -> RankWork:
         """Bytes and operations of ``load`` on one rank.
 
         ``verify_spread``: the tokens that a verification computes for one row follow one another and share experts;
-        as many distinct experts are touched as by 1 + spread · (verify − 1) unrelated tokens.
+        as many distinct experts are touched as by 1 + spread · (verify − 1) unrelated tokens. ``reach``: see
+        ``touched``; a floor uses 1 for both.
         """
         layout, block = self.layout, self.block
         # Under attention-DP the experts see the tokens of all groups, attention only its own.
@@ -192,7 +197,9 @@ class RankModel:
         sums = 0 if layout.tp == 1 else 2 * len(self.layers)
         return RankWork(
             dense_bytes=self.dense_bytes,
-            expert_bytes=self.touched(unrelated * layout.dp, slowest=slowest) * self.expert_bytes * self._n_moe,
+            expert_bytes=(
+                self.touched(unrelated * layout.dp, slowest=slowest, reach=reach) * self.expert_bytes * self._n_moe
+            ),
             head_bytes=self.head_bytes if load.samples else 0.0,
             state_bytes=states,
             cache_bytes=cache,

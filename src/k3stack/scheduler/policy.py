@@ -88,7 +88,11 @@ class Decision:
 
 
 class Policy(Protocol):
-    """Plans one step at a time."""
+    """Plans one step at a time.
+
+    One that with nobody waiting and no prompt under way decodes, and keeps no account of having been asked, says so
+    with an attribute ``decodes_alone`` that is true: a simulator may then skip through such steps.
+    """
 
     def decide(self, view: View) -> Decision: ...
 

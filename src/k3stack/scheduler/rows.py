@@ -127,3 +127,14 @@ class RowTable:
             self.length[self._array] += 1
         elif rows:
             self.length[np.array(rows, np.intp)] += 1
+
+    def steps_until_due(self) -> int:
+        """How many more tokens every decode row can take before one of them is due."""
+        self._refresh()
+        rows = self._array
+        return int((self.horizon[rows] - self.length[rows]).min()) if len(rows) else 0
+
+    def skip(self, steps: int) -> None:
+        """Every decode row has ``steps`` more tokens planned; none gets beyond its horizon."""
+        self._refresh()
+        self.length[self._array] += steps

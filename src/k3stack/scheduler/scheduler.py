@@ -18,6 +18,7 @@ from k3stack.scheduler.request import Event, Phase, Request, Stopper
 from k3stack.scheduler.rules import Rules
 from k3stack.scheduler.seams import Clock, RowMemory
 from k3stack.scheduler.sglang_rules import SglangRules
+from k3stack.scheduler.stretch import skip, turns_ahead
 from k3stack.scheduler.view import CoreView
 
 IDLE_CHECK_S = 5.0
@@ -78,6 +79,7 @@ class Scheduler:
         self._core = Core(memory, options, clock)
         estimate = options.sglang
         self._rules = Rules(self._core) if estimate is None else SglangRules(self._core, estimate)
+        self._policy = policy
         self._planner = Planner(self._core, policy, self._rules, CoreView(self._core))
         self._committer = Committer(self._core, stopper, self._planner.learner)
         self._limits = Limits(options, lone_tokens(memory.plan))
@@ -154,6 +156,19 @@ class Scheduler:
     def commit(self, result: StepResult) -> None:
         """Apply the result of the oldest plan in flight."""
         self._committer.commit(result)
+
+    def turns_ahead(self) -> int:
+        """For a simulator: turns of pure decoding that are sure to come if no request comes or goes (``stretch``)."""
+        return turns_ahead(self._core) if getattr(self._policy, "decodes_alone", False) else 0
+
+    def skip(self, turns: int, first: tuple[int, ...], stride: int) -> None:
+        """For a simulator: apply ``turns`` such turns at once, without events (see ``stretch.skip``)."""
+        skip(self._core, self._rules, turns, first, stride)
+
+    @property
+    def decoding_rids(self) -> list[str]:
+        """Requests of the decode set, in its order."""
+        return [entry.rid for entry in self._core.rows.decode_set()[1]]
 
     def take_events(self) -> list[Event]:
         """What happened since the last call, in order."""

@@ -42,10 +42,14 @@ class SimSettings:
     mixed: bool = False
     max_gap_s: float | None = None
     efficiency: str | None = None
-    """Another set of efficiencies than the scenario's."""
+    """Another set of efficiencies than the scenario's: a shipped name or a file."""
+    constants: Efficiency | None = None
+    """Efficiencies given outright (a fit tries many)."""
     chunk_tokens: int | None = None
     seed: int = 0
     check_every: int = 0
+    fast_path: bool = True
+    """Skip through stretches of pure decoding; the results are the same to the byte."""
     known_lengths: bool = False
     """The policy is told answer lengths (an upper bound of what a policy could know)."""
 
@@ -67,6 +71,7 @@ class Builder:
             )
         self.prices: list[StepPrice] = []
         self.plans: list[PoolPlan] = []
+        self._ranks = 0
 
     def deployment(self) -> Deployment:
         """The servers, wired together."""
@@ -114,8 +119,17 @@ class Builder:
             max_in_flight=2 if spec.layout.pp == 1 else spec.layout.pp,
             follow=True,
         )
+        self._ranks += 1
         return SimServer(
-            name, scheduler, memory, executor, self.events, deployment.deliver, check_every=settings.check_every
+            name,
+            scheduler,
+            memory,
+            executor,
+            self.events,
+            deployment,
+            rank=self._ranks,
+            check_every=settings.check_every,
+            price=price if settings.fast_path else None,
         )
 
     def _policy(self) -> Policy:
@@ -131,7 +145,7 @@ class Builder:
 
     def price(self, spec: ServerSpec) -> StepPrice:
         """The cost of steps on one of ``spec``'s servers."""
-        efficiency: Efficiency = load_efficiency(self.settings.efficiency or spec.efficiency)
+        efficiency = self.settings.constants or load_efficiency(self.settings.efficiency or spec.efficiency)
         model = StepModel(
             self.geometry,
             self.layout(spec),

@@ -27,7 +27,9 @@ class Deployment(Protocol):
 
     def forget(self, session: int) -> None: ...
 
-    def deliver(self, server: SimServer, events: Sequence[Event]) -> None: ...
+    def deliver(self, server: SimServer, events: list[Event]) -> None: ...
+
+    def stream(self, server: SimServer, rids: Sequence[str], times: Sequence[float]) -> None: ...
 
 
 class Unified:
@@ -66,9 +68,13 @@ class Unified:
     def forget(self, session: int) -> None:
         self._router.forget(session)
 
-    def deliver(self, server: SimServer, events: Sequence[Event]) -> None:
+    def deliver(self, server: SimServer, events: list[Event]) -> None:
         assert self.traffic is not None
         self.traffic.deliver(server, events)
+
+    def stream(self, server: SimServer, rids: Sequence[str], times: Sequence[float]) -> None:
+        assert self.traffic is not None
+        self.traffic.stream(rids, times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +122,12 @@ class Disaggregated:
         self._router.forget(session)
         self._decode_router.forget(session)
 
-    def deliver(self, server: SimServer, events: Sequence[Event]) -> None:
+    def stream(self, server: SimServer, rids: Sequence[str], times: Sequence[float]) -> None:
+        """Only decode servers have stretches of decoding."""
+        assert self.traffic is not None
+        self.traffic.stream(rids, times)
+
+    def deliver(self, server: SimServer, events: list[Event]) -> None:
         assert self.traffic is not None
         if server in self.decode:
             self.traffic.deliver(server, events)

@@ -65,6 +65,7 @@ class StepPrice:
         self._biased = tuple((k + 1) * s for k, s in enumerate(drafter.shares)) if drafter else ()
         self.verified = 0.0
         self.accepted = 0.0
+        self._before: tuple[object, float, float, int] | None = None
 
     def __call__(self, load: StepLoad) -> float:
         if self.drafter is None or not load.decode_rows:
@@ -73,10 +74,35 @@ class StepPrice:
             load, verify=self.drafter.block + 1, samples=load.samples + load.decode_rows * self.drafter.block
         )
         whole = self.model.seconds(drafted)
-        alone = 0.0
-        if load.chunk_tokens:
-            alone = self.model.seconds(replace(load, decode_rows=0, decode_context=0, samples=load.chunk_rows))
+        if not load.chunk_tokens:
+            return whole / self._accepted(load.decode_rows)
+        alone = self.model.seconds(replace(load, decode_rows=0, decode_context=0, samples=load.chunk_rows))
         return alone + (whole - alone) / self._accepted(load.decode_rows)
+
+    def ahead(self, rows: int, context: int, steps: int) -> list[float]:
+        """Seconds of ``steps`` decode steps in a row, the first with ``context`` cached tokens of all rows together.
+
+        What was drawn for steps that do not come to pass is undone by ``rewind``.
+        """
+        verify = 1 if self.drafter is None else self.drafter.block + 1
+        lines = self.model.decode_lines(rows, verify)
+        if len(lines) == 1:
+            rest, slope = lines[0]
+            seconds = [rest + slope * c for c in range(context, context + rows * steps, rows)]
+        else:
+            seconds = [max([a + b * c for a, b in lines]) for c in range(context, context + rows * steps, rows)]
+        if self.drafter is not None:
+            self._before = (self._rng.getstate(), self.verified, self.accepted, rows)
+            seconds = [s / self._accepted(rows) for s in seconds]
+        return seconds
+
+    def rewind(self, kept: int) -> None:
+        """Of the steps that ``ahead`` has just priced only ``kept`` come to pass."""
+        if self._before is not None:
+            state, self.verified, self.accepted, rows = self._before
+            self._rng.setstate(state)  # type: ignore[arg-type]
+            for _ in range(kept):
+                self._accepted(rows)
 
     def _accepted(self, rows: int) -> float:
         assert self.drafter is not None

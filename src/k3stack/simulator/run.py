@@ -33,13 +33,14 @@ def simulate(scenario: Scenario, workload: Workload, settings: SimSettings, *, t
     events = EventQueue(VirtualClock())
     builder = Builder(scenario, settings, events)
     deployment = builder.deployment()
-    host_s = builder.prices[0].model.efficiency.host_s
-    traffic = Traffic(workload, events, deployment.submit, host_s=host_s, token_times=token_times)
+    efficiency = builder.prices[0].model.efficiency
+    traffic = Traffic(workload, events, deployment.submit, host=efficiency.before_s, token_times=token_times)
     deployment.traffic = traffic
     traffic.start(deployment.forget)
     last = max(s.arrival_s for s in workload.sessions)
     events.run(until=last + GRACE_S if workload.concurrency is None else float("inf"))
     for server in deployment.servers:
+        server.settle()
         server.scheduler.check()
     stats = [s.memory.stats() for s in deployment.servers]
     summary = summarize(
@@ -58,7 +59,7 @@ def simulate(scenario: Scenario, workload: Workload, settings: SimSettings, *, t
     summary["accept_length"] = _accepted(builder)
     summary["preempted"] = sum(s.scheduler.stats().preempted for s in deployment.servers)
     summary["efficiency"] = settings.efficiency or scenario.servers[0].efficiency
-    summary["step_time_error"] = builder.prices[0].model.efficiency.error
+    summary["step_time_error"] = efficiency.error
     return SimResult(traffic.records, summary, workload.window_s)
 
 

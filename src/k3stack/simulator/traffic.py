@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from k3stack.config.sampling import SamplingParams
 from k3stack.scheduler.request import Event, FinishEvent, Request, TokenEvent
@@ -31,15 +32,21 @@ class _Open:
 
 
 class Traffic:
-    """Sessions in, records out. ``host_s``: time a request spends on the way in before the scheduler sees it."""
+    """Sessions in, records out. ``host``: seconds that a prompt of so many tokens spends before the scheduler sees it."""
 
     def __init__(
-        self, workload: Workload, events: EventQueue, submit: Submit, *, host_s: float = 0.0, token_times: bool = False
+        self,
+        workload: Workload,
+        events: EventQueue,
+        submit: Submit,
+        *,
+        host: Callable[[int], float] = lambda tokens: 0.0,
+        token_times: bool = False,
     ) -> None:
         self.records: list[Record] = []
         self.content = Content()
         self._workload, self._events, self._submit = workload, events, submit
-        self._host_s, self._token_times = host_s, token_times
+        self._host, self._token_times = host, token_times
         self._open: dict[str, _Open] = {}
         self._waiting = deque(workload.sessions)
         self._on_done: Callable[[int], None] = lambda session: None
@@ -89,8 +96,9 @@ class Traffic:
             priority=this.priority,
             arrival=now,
         )
-        if self._host_s:
-            self._events.at(now + self._host_s, lambda: self._submit(request, session.sid))
+        before = self._host(record.prompt_tokens)
+        if before:
+            self._events.at(now + before, lambda: self._submit(request, session.sid))
         else:
             self._submit(request, session.sid)
 
@@ -118,6 +126,18 @@ class Traffic:
         open_.last_s = now
         if record.token_s is not None:
             record.token_s.extend([now] * count)
+
+    def stream(self, rids: Sequence[str], times: Sequence[float]) -> None:
+        """One more token of each of ``rids`` arrived at each of ``times``; none of them is a first token."""
+        gap = max((b - a for a, b in pairwise(times)), default=0.0)
+        for rid in rids:
+            open_ = self._open[rid]
+            record = open_.record
+            record.output_tokens += len(times)
+            record.longest_gap_s = max(record.longest_gap_s, gap, times[0] - open_.last_s)
+            open_.last_s = times[-1]
+            if record.token_s is not None:
+                record.token_s.extend(times)
 
     def cached(self, rid: str, tokens: int) -> None:
         """Prompt tokens that a prefill server reused for a request."""

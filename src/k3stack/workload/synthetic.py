@@ -71,7 +71,11 @@ def long(
     requests: int | None = None,
     arrivals: Arrivals = "poisson",
 ) -> Workload:
-    """Sessions: a long first prompt, then ``turns`` - 1 returning ones. ``rate`` counts requests, not sessions."""
+    """Sessions: a long first prompt, then ``turns`` - 1 returning ones. ``rate`` counts requests, not sessions.
+
+    With ``rate`` a session pauses 5 s on average before it returns; with ``concurrency`` it returns at once, so that so
+    many requests are always under way.
+    """
     if turns < 1:
         raise UserError(f"turns is {turns}; a session needs at least one", param="turns")
     rng = np.random.default_rng([seed, 2])
@@ -94,7 +98,7 @@ def long(
                         new_tokens=first if k == 0 else int(later[k]),
                         output_tokens=int(answers[k]),
                         tool_call=bool(tools[k]),
-                        think_s=0.0 if k == 0 else float(think[k]),
+                        think_s=0.0 if k == 0 or rate is None else float(think[k]),
                     )
                     for k in range(turns)
                 ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,6 +70,7 @@ class ModelledExecutor:
         self._index: npt.NDArray[np.intp] = np.zeros(0, np.intp)
         self._tokens: tuple[int, ...] = ()
         self._queue: deque[ModelledStep] = deque()
+        self._coming: Sequence[float] = ()
 
     @property
     def max_in_flight(self) -> int:
@@ -125,6 +126,52 @@ class ModelledExecutor:
             return self.token
         self._last[work.row] = (self._last[work.row] if work.ids is None else work.ids[-1]) + 1
         return int(self._last[work.row])
+
+    # -- skipping ahead (a simulator's fast path) ---------------------------------------------------------------------
+
+    def ahead(self, turns: int, cost: Callable[[int, int, int], Sequence[float]]) -> list[float]:
+        """When the next ``turns`` steps would be done if each decodes the rows of the last one again.
+
+        ``cost``: (rows, cached tokens of the first step, steps) -> seconds of each. Nothing changes before ``skip``.
+        """
+        rows = len(self._decode)
+        self._coming = cost(rows, int(self._lengths[self._index].sum()), turns)
+        times, at = [], self._free_at
+        for seconds in self._coming:
+            at += seconds
+            times.append(at)
+        return times
+
+    def skip(self, turns: int) -> list[ModelledStep]:
+        """As if ``turns`` of the steps of ``ahead`` had been submitted, and as many of the oldest waited for; returns
+        the steps in flight."""
+        queue, rows, context = self._queue, len(self._decode), int(self._lengths[self._index].sum())
+        keep = len(queue)
+        last = queue[-1].step
+        for i, seconds in enumerate(self._coming[:turns]):
+            start = self._free_at
+            self._free_at += seconds
+            self.busy_s += seconds
+            if i >= turns - keep:
+                load = StepLoad(decode_rows=rows, decode_context=context + i * rows, samples=rows)
+                if self._last is not None:
+                    self._tokens = tuple((self._last[self._index] + (i + 1)).tolist())
+                groups = (GroupResult(tokens=self._tokens, rows=()),)
+                result = StepResult(step=last + 1 + i, groups=groups, seconds=seconds)
+                queue.append(ModelledStep(last + 1 + i, start, self._free_at, load, result))
+        while len(queue) > keep:
+            queue.popleft()
+        self._done_at = self._free_at
+        self._lengths[self._index] += turns
+        if self._last is not None:
+            self._last[self._index] += turns
+        self._next += turns
+        return list(queue)
+
+    @property
+    def stride(self) -> int:
+        """How far a row's next token is from its last one."""
+        return 0 if self._last is None else 1
 
     def masks(self, step: int, masks: Mapping[int, bytes]) -> None:
         """A modelled sampler needs none."""

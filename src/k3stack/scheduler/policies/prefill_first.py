@@ -15,6 +15,8 @@ class PrefillFirst:
     Streams stand still while prompts are computed, bounded only by rows and memory (``mixed`` False).
     """
 
+    decodes_alone = True
+
     def __init__(self, *, mixed: bool = False) -> None:
         self.mixed = mixed
 
