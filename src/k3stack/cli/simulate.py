@@ -25,6 +25,10 @@ def run(argv: list[str]) -> int:
         for name in scenario_names():
             print(f"{name:<26} {load_scenario(name).about}")
         return 0
+    if args.fit:
+        from k3stack.cli.simulate_fit import run_fit
+
+        return run_fit(args.fit, args.efficiency, args.write, args.rounds, args.json)
     names = args.compare.split(",") if args.compare else [args.scenario] if args.scenario else []
     if not names:
         raise UserError(f"--scenario is missing; shipped: {', '.join(scenario_names())}", param="scenario")
@@ -143,9 +147,13 @@ def _parser() -> Parser:
     what.add_argument("--mixed", action="store_true", help="decode rows ride along with prefill chunks")
     what.add_argument("--max-gap", type=float, metavar="MS", help="bound on the longest gap of a stream (policy slo)")
     what.add_argument("--chunked-prefill-size", type=int, help="prompt tokens a step (default: the scenario's)")
-    what.add_argument("--efficiency", help="another set of step-time constants, such as roofline")
+    what.add_argument("--efficiency", help="another set of step-time constants: roofline, or a file")
     what.add_argument("--repeats", type=int, default=4, help="runs a rate at most, with --sustained (default: 4)")
     what.add_argument("--check-every", type=int, default=0, metavar="N", help="check conservation every N steps")
     what.add_argument("--no-fast-path", action="store_true", help="plan every step one by one (same results, slower)")
+    fit = parser.add_argument_group("fit")
+    fit.add_argument("--fit", metavar="FILE", help="refit named step-time constants to the measured rows of a file")
+    fit.add_argument("--write", metavar="FILE", help="write the fitted set here, for --efficiency")
+    fit.add_argument("--rounds", type=int, default=4, help="rounds of the fit at most; 0 only checks (default: 4)")
     add_load_options(parser)
     return parser

@@ -115,9 +115,7 @@ class StepModel:
     def step(self, load: StepLoad, stage: int = 0) -> StepCost:
         """Seconds of ``load`` on pipeline stage ``stage``, its parts, and its floor."""
         e = self.efficiency
-        work = self.stages[stage].work(
-            load, slowest=self._slowest, verify_spread=e.verify_spread, reach=e.expert_reach
-        )
+        work = self.stages[stage].work(load, slowest=self._slowest, verify_spread=e.verify_spread, reach=e.expert_reach)
         parts = self._parts(load, work, e)
         return StepCost(sum(parts.values()), parts, self.floor(work))
 
@@ -202,11 +200,23 @@ def _efficiencies() -> Mapping[str, Any]:
 
 
 def load_efficiency(name: str) -> Efficiency:
-    """The shipped set ``name`` (see ``data/efficiency.json``), each constant with its provenance."""
+    """The shipped set ``name`` (see ``data/efficiency.json``), or a file that a fit wrote; each constant with its
+    provenance."""
     sets = _efficiencies()["sets"]
-    if name not in sets:
-        raise UserError(f"no efficiencies named {name!r}; known: {', '.join(sorted(sets))}", param="efficiency")
-    return parse_efficiency(sets[name], name)
+    if name in sets:
+        return parse_efficiency(sets[name], name)
+    path = Path(name)
+    if path.suffix != ".json":
+        raise UserError(
+            f"no efficiencies named {name!r}; known: {', '.join(sorted(sets))}; or give a .json file",
+            param="efficiency",
+        )
+    try:
+        return parse_efficiency(json.loads(path.read_text()), name)
+    except OSError as e:
+        raise UserError(f"{path}: {e.strerror}", param="efficiency") from None
+    except json.JSONDecodeError as e:
+        raise UserError(f"{path}: not valid JSON (line {e.lineno}: {e.msg})", param="efficiency") from None
 
 
 def parse_efficiency(raw: Mapping[str, Any], where: str) -> Efficiency:
@@ -215,6 +225,17 @@ def parse_efficiency(raw: Mapping[str, Any], where: str) -> Efficiency:
     unknown = set(raw) - known - {"about"}
     if unknown:
         raise UserError(f"efficiencies {where}: unknown constants {sorted(unknown)}; known: {sorted(known)}")
-    values = {k: float(v["value"]) for k, v in raw.items() if k != "about"}
-    sources = {k: str(v["source"]) for k, v in raw.items() if k != "about"}
+    try:
+        values = {k: float(v["value"]) for k, v in raw.items() if k != "about"}
+        sources = {k: str(v["source"]) for k, v in raw.items() if k != "about"}
+    except (KeyError, TypeError, ValueError) as e:
+        raise UserError(f"efficiencies {where}: each constant needs 'value' and 'source' ({e!r})") from None
     return replace(Efficiency(), **values, provenance=sources)
+
+
+def write_efficiency(efficiency: Efficiency, path: str | Path, about: str) -> None:
+    """Write a set that ``load_efficiency`` reads. A constant without a source is a default and says so."""
+    body: dict[str, Any] = {"about": about}
+    for name, value in efficiency.constants().items():
+        body[name] = {"value": value, "source": efficiency.provenance.get(name, "default of the step model")}
+    Path(path).write_text(json.dumps(body, indent=1) + "\n")

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from k3stack.errors import BugError
 from k3stack.scheduler.clock import VirtualClock
 
-
 LAST_RANK = 1 << 30
 """After everything else at its time."""
 

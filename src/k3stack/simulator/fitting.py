@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from k3stack.errors import UserError
 from k3stack.estimate.seconds import Efficiency
@@ -24,6 +25,7 @@ from k3stack.simulator.run import SimResult, simulate
 from k3stack.simulator.scenario import Scenario, load_scenario
 from k3stack.workload.choose import WorkloadSpec, build_workload
 
+Vector = npt.NDArray[np.float64]
 STEP = 0.06
 """Relative change of a constant when its influence is measured."""
 BOUNDS = {"verify_spread": (0.01, 1.0), "expert_reach": (0.02, 1.0)} | dict.fromkeys(
@@ -108,45 +110,62 @@ def fit_rows(
     rounds: int = 4,
     on_round: Callable[[int, float], None] | None = None,
 ) -> Fit:
-    """Least squares over the rows' errors in units of their tolerances (Levenberg–Marquardt on the logarithms).
+    """Least squares over the rows' errors in units of their tolerances; ``rounds`` 0 only compares.
 
     A round costs one simulation of the fitted rows for each constant, and a few to find the step's length.
     """
-    rows = [r for r in file.rows if r.fit]
-    names = file.constants
+    old = predict(file.rows, start, file)
+    if rounds < 1:
+        same = {n: (getattr(start, n), getattr(start, n)) for n in file.constants}
+        return Fit(file.rows, start, start, old, old, same)
+    rows, names = [r for r in file.rows if r.fit], file.constants
 
-    def residuals(x: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    def residuals(x: Vector) -> Vector:
         got = predict(rows, with_constants(start, names, np.exp(x)), file)
         return np.array([_residual(r, v) for r, v in zip(rows, got, strict=True)])
 
-    x = np.log(np.array([max(getattr(start, n), 1e-9) for n in names]))
+    first = np.log(np.array([max(getattr(start, n), 1e-9) for n in names]))
+    best = _least_squares(residuals, first, names, rounds, on_round)
+    after = with_constants(start, names, np.exp(best))
+    source = dict.fromkeys(names, f"fitted to {len(rows)} measured rows")
+    after = replace(after, provenance={**start.provenance, **source})
+    changed = {n: (getattr(start, n), getattr(after, n)) for n in names}
+    return Fit(file.rows, start, after, old, predict(file.rows, after, file), changed)
+
+
+def _least_squares(
+    residuals: Callable[[Vector], Vector],
+    x: Vector,
+    names: Sequence[str],
+    rounds: int,
+    on_round: Callable[[int, float], None] | None,
+) -> Vector:
+    """Levenberg–Marquardt on logarithms, derivatives by differences; ends when a round gains under a thousandth."""
     now, damping = residuals(x), 0.1
     for turn in range(rounds):
         if on_round is not None:
             on_round(turn, float(now @ now))
-        columns = [(residuals(_moved(x, i)) - now) / STEP for i in range(len(names))]
-        slope = np.array(columns).T
-        better = False
+        slope = np.array([(residuals(_moved(x, i)) - now) / STEP for i in range(len(names))]).T
+        gained = 0.0
         for _ in range(4):
-            a = slope.T @ slope
-            move = np.linalg.solve(a + damping * np.diag(np.diag(a) + 1e-6), -slope.T @ now)
+            square = slope.T @ slope
+            move = np.linalg.solve(square + damping * np.diag(np.diag(square) + 1e-6), -slope.T @ now)
             trial = _bounded(x + np.clip(move, -0.5, 0.5), names)
             there = residuals(trial)
             if there @ there < now @ now:
-                better = float(now @ now - there @ there) > 1e-3 * float(now @ now)
+                gained = 1 - float(there @ there) / float(now @ now)
                 x, now, damping = trial, there, damping / 3
                 break
             damping *= 4
-        if not better:
+        if gained < 1e-3:
             break
-    after = with_constants(start, names, np.exp(x))
-    changed = {n: (getattr(start, n), getattr(after, n)) for n in names}
-    return Fit(file.rows, start, after, predict(file.rows, start, file), predict(file.rows, after, file), changed)
+    return x
 
 
-def with_constants(start: Efficiency, names: Sequence[str], values: Sequence[float] | np.ndarray[Any, Any]) -> Efficiency:
+def with_constants(start: Efficiency, names: Sequence[str], values: Vector) -> Efficiency:
     """``start`` with the named constants replaced, rounded to three digits (what is written is what was run)."""
-    return replace(start, **{n: float(f"{v:.3g}") for n, v in zip(names, values, strict=True)})
+    changes: dict[str, Any] = {n: float(f"{v:.3g}") for n, v in zip(names, values, strict=True)}
+    return replace(start, **changes)
 
 
 def predict(rows: Sequence[Row], efficiency: Efficiency, file: RowFile) -> list[float]:
@@ -218,13 +237,13 @@ def _residual(row: Row, simulated: float) -> float:
     return error / row.tolerance
 
 
-def _moved(x: np.ndarray[Any, Any], i: int) -> np.ndarray[Any, Any]:
+def _moved(x: Vector, i: int) -> Vector:
     y = x.copy()
     y[i] += STEP
     return y
 
 
-def _bounded(x: np.ndarray[Any, Any], names: Sequence[str]) -> np.ndarray[Any, Any]:
+def _bounded(x: Vector, names: Sequence[str]) -> Vector:
     low = [math.log(BOUNDS[n][0]) if n in BOUNDS else -30.0 for n in names]
     high = [math.log(BOUNDS[n][1]) if n in BOUNDS else 5.0 for n in names]
     return np.clip(x, low, high)

@@ -32,7 +32,7 @@ class _Open:
 
 
 class Traffic:
-    """Sessions in, records out. ``host``: seconds that a prompt of so many tokens spends before the scheduler sees it."""
+    """Sessions in, records out. ``host``: seconds that a prompt of so many tokens takes to reach the scheduler."""
 
     def __init__(
         self,
