@@ -25,6 +25,10 @@ def run(argv: list[str]) -> int:
         for name in scenario_names():
             print(f"{name:<26} {load_scenario(name).about}")
         return 0
+    if args.fit_steps:
+        from k3stack.cli.simulate_fit import run_fit_steps
+
+        return run_fit_steps(args.fit_steps, args.pools, args.calibrate, args.write, args.json)
     if args.fit:
         from k3stack.cli.simulate_fit import run_fit
 
@@ -153,7 +157,12 @@ def _parser() -> Parser:
     what.add_argument("--no-fast-path", action="store_true", help="plan every step one by one (same results, slower)")
     fit = parser.add_argument_group("fit")
     fit.add_argument("--fit", metavar="FILE", help="refit named step-time constants to the measured rows of a file")
-    fit.add_argument("--write", metavar="FILE", help="write the fitted set here, for --efficiency")
+    fit.add_argument("--fit-steps", metavar="FILE", help="make a scenario of the step log of `k3 serve --step-log`")
+    fit.add_argument("--pools", metavar="FILE", help="with --fit-steps: the pool_plan.json of that server's boot")
+    fit.add_argument(
+        "--calibrate", metavar="FILE", help="with --fit-steps: records of `k3 bench --concurrency 1` on that server"
+    )
+    fit.add_argument("--write", metavar="FILE", help="write the fitted set (for --efficiency) or the scenario here")
     fit.add_argument("--rounds", type=int, default=4, help="rounds of the fit at most; 0 only checks (default: 4)")
     add_load_options(parser)
     return parser

@@ -1,11 +1,14 @@
-"""`k3 simulate --fit FILE`: refit constants of the step model to measured rows, and show what moved."""
+"""`k3 simulate --fit` and `--fit-steps`: constants from measured rows, a scenario from a server's step log."""
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from k3stack.cli.arguments import print_json, say
+from k3stack.errors import UserError
 
 if TYPE_CHECKING:
     from k3stack.simulator.fitting import Fit
@@ -27,6 +30,43 @@ def run_fit(path: str, efficiency: str | None, write: str | None, rounds: int, a
     else:
         print_fit(fit)
     return 0 if all(r.inside(v) for r, v in zip(fit.rows, fit.new, strict=True)) else 1
+
+
+def run_fit_steps(log: str, pools: str | None, calibrate: str | None, write: str | None, as_json: bool) -> int:
+    """A scenario of one server from its step log, its saved pools, and records of requests that came one at a time."""
+    import msgspec
+
+    from k3stack.estimate.measured import fit_steps, read_step_log, with_host
+    from k3stack.simulator.scenario import LayoutSpec, PoolSpec, Scenario, ServerSpec
+    from k3stack.workload.records import read_records
+
+    if pools is None:
+        raise UserError("--pools is missing: the pool_plan.json that the server saved at its boot", param="pools")
+    head, steps = read_step_log(log)
+    cost = fit_steps(steps, f"{len(steps)} steps of {log}")
+    chunk = int(head["chunk_tokens"])
+    if calibrate is not None:
+        records, _ = read_records(calibrate)
+        firsts = [(r.prompt_tokens - r.cached_tokens, r.ttft_s) for r in records if r.ok and r.ttft_s is not None]
+        cost = with_host(cost, firsts, chunk)
+    server = ServerSpec(
+        layout=LayoutSpec(),
+        pools=PoolSpec(saved_plan=os.path.relpath(pools, Path(write).parent) if write else pools),
+        chunk_tokens=chunk,
+        cost=cost,
+        context=int(head["context"]),
+    )
+    name = f"{head['model']}, measured"
+    scenario = Scenario(name=name, about=cost.source, hardware="measured", model=str(head["model"]), servers=[server])
+    if write:
+        Path(write).write_bytes(msgspec.json.format(msgspec.json.encode(scenario), indent=1) + b"\n")
+        say(f"scenario: {write}")
+    if as_json:
+        print_json(msgspec.to_builtins(scenario))
+    else:
+        for field, value in msgspec.to_builtins(cost).items():
+            print(f"{field:<14}{value if isinstance(value, str) else format(value, '.4g')}")
+    return 0
 
 
 def _document(fit: Fit) -> dict[str, object]:

@@ -183,6 +183,12 @@ class EngineOptions:
     disable_overlap_schedule: bool = option(
         False, "Plan a step only when the one before has returned (slower; for debugging).", "Scheduling"
     )
+    step_log: str | None = option(
+        None,
+        "Write one line of JSON for every step to this file: what it computed and how long it took. "
+        "`k3 simulate --fit-steps` makes a scenario of it.",
+        "Scheduling",
+    )
     random_seed: int | None = option(
         None, "Seed of sampling for requests that bring none; default: a fresh one.", "Scheduling", low=0
     )

@@ -25,6 +25,7 @@ from k3stack.engine.budget import (
 from k3stack.engine.core import EngineCore, EngineSetup
 from k3stack.engine.process import Core
 from k3stack.engine.scripted import Script, ScriptedCore
+from k3stack.engine.step_log import StepLog
 from k3stack.errors import CheckpointError, UserError
 from k3stack.estimate.pools import PoolPlan
 from k3stack.estimate.saved_plan import SavedPlan, figures, save_plan
@@ -110,7 +111,8 @@ def boot(
             how,
         )
         _save(options.pool_plan_file, saved)
-    core = EngineCore(memory, policy, _scheduler_options(options, plan, context), executor, setup)
+    scheduling = _scheduler_options(options, plan, context)
+    core = EngineCore(memory, policy, scheduling, executor, setup, _step_log(options, scheduling))
     return Engine(core, model, plan, precision)
 
 
@@ -134,6 +136,13 @@ def _save(path: str, saved: SavedPlan) -> None:
         log.warning("the pool plan could not be written to %s: %s", path, e.strerror or e)
     else:
         log.info("pool plan saved to %s (k3 plan --from %s)", path, path)
+
+
+def _step_log(options: EngineOptions, scheduling: SchedulerOptions) -> StepLog | None:
+    if options.step_log is None:
+        return None
+    about = {"model": options.model_path, "context": scheduling.context, "chunk_tokens": scheduling.chunk_tokens}
+    return StepLog(options.step_log, scheduling.max_running, about)
 
 
 def policy_of(options: EngineOptions) -> Policy:

@@ -22,6 +22,7 @@ from k3stack.config.sampling import SamplingParams
 from k3stack.engine import messages as msg
 from k3stack.engine.constraints import Constraints
 from k3stack.engine.observe import ObservedExecutor
+from k3stack.engine.step_log import StepLog
 from k3stack.engine.stops import ContentText, RawText, StopMatcher
 from k3stack.errors import UserError
 from k3stack.memory import Memory
@@ -80,10 +81,16 @@ class EngineCore:
     """See the module. Single-threaded; ``turn`` blocks for about one step."""
 
     def __init__(
-        self, memory: Memory, policy: Policy, options: SchedulerOptions, executor: Executor, setup: EngineSetup
+        self,
+        memory: Memory,
+        policy: Policy,
+        options: SchedulerOptions,
+        executor: Executor,
+        setup: EngineSetup,
+        step_log: StepLog | None = None,
     ) -> None:
         self.memory = memory
-        self.executor = ObservedExecutor(executor)
+        self.executor = ObservedExecutor(executor, step_log)
         self._setup = setup
         self.scheduler = Scheduler(memory, policy, options, WallClock(), stopper=self._stop)
         self._constraints = None if setup.tokenizer is None else Constraints(setup.tokenizer)

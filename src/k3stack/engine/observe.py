@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from k3stack.engine.step_log import StepLog
 from k3stack.scheduler.plan import StepPlan, StepResult
 from k3stack.scheduler.seams import Executor, StepHandle
 
@@ -25,10 +26,14 @@ class _Tally:
 
 
 class ObservedExecutor:
-    """An ``Executor`` around another one. ``stats`` is json-able: seconds as the executor reports them."""
+    """An ``Executor`` around another one. ``stats`` is json-able: seconds as the executor reports them.
 
-    def __init__(self, inner: Executor) -> None:
+    ``log``: every step goes there as well (``StepLog``).
+    """
+
+    def __init__(self, inner: Executor, log: StepLog | None = None) -> None:
         self.inner = inner
+        self._log = log
         self._kinds: dict[int, tuple[Kind, int]] = {}
         self._tallies: dict[Kind, _Tally] = {}
         self._failed = 0
@@ -40,6 +45,8 @@ class ObservedExecutor:
     def submit(self, plan: StepPlan) -> StepHandle:
         handle = self.inner.submit(plan)
         self._kinds[plan.step] = _kind(plan)
+        if self._log is not None:
+            self._log.submitted(plan)
         return handle
 
     def masks(self, step: int, masks: Mapping[int, bytes]) -> None:
@@ -51,6 +58,8 @@ class ObservedExecutor:
     def wait(self, handle: StepHandle) -> StepResult:
         result = self.inner.wait(handle)
         kind, rows = self._kinds.pop(result.step)
+        if self._log is not None:
+            self._log.finished(result)
         if result.error is not None:
             self._failed += 1
             return result
@@ -65,6 +74,8 @@ class ObservedExecutor:
 
     def close(self) -> None:
         self.inner.close()
+        if self._log is not None:
+            self._log.close()
 
     def stats(self) -> dict[str, Any]:
         """By kind of step: how many, their seconds in all, rows in all, and percentiles of the latest."""

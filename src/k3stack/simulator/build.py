@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from importlib.resources import files
+from functools import cached_property
 from typing import Any, Literal
 
-from k3stack.config.geometry import ModelGeometry, load_geometry
+from k3stack.config.geometry import ModelGeometry
 from k3stack.config.hardware import GIB, Hardware, load_catalogue
 from k3stack.config.layout import ParallelLayout
+from k3stack.config.models import model_geometry
 from k3stack.errors import UserError
-from k3stack.estimate.pools import PoolPlan, plan_pools, stage_block_layouts
+from k3stack.estimate.pools import PoolPlan, plan_pools, replay_ring_bytes, stage_block_layouts
+from k3stack.estimate.saved_plan import load_plan
 from k3stack.estimate.seconds import Efficiency, StepModel, load_efficiency
 from k3stack.estimate.sglang import SglangSettings
 from k3stack.estimate.work import Precision
@@ -29,7 +31,6 @@ from k3stack.simulator.server import SimServer
 from k3stack.workload.target import Target
 
 EngineName = Literal["k3", "sglang"]
-MODELS = {"kimi-k3": "k3_config.json", "kimi-linear-48b": "kimi_linear_48b_config.json"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +59,8 @@ class Builder:
     """Everything that the servers of one scenario share."""
 
     def __init__(self, scenario: Scenario, settings: SimSettings, events: EventQueue) -> None:
-        if scenario.model not in MODELS:
-            raise UserError(f"scenario {scenario.name}: model {scenario.model!r}; known: {', '.join(MODELS)}")
         self.scenario, self.settings, self.events = scenario, settings, events
-        path = files("k3stack.config").joinpath("data", MODELS[scenario.model])
-        self.geometry: ModelGeometry = load_geometry(str(path))
-        self.hardware: Hardware = load_catalogue().parse(scenario.hardware)
-        if scenario.gpus > self.hardware.count:
+        if any(s.cost is None for s in scenario.servers) and scenario.gpus > self.hardware.count:
             raise UserError(
                 f"scenario {scenario.name}: its servers take {scenario.gpus} GPUs, {scenario.hardware} has "
                 f"{self.hardware.count}"
@@ -72,6 +68,15 @@ class Builder:
         self.prices: list[StepPrice] = []
         self.plans: list[PoolPlan] = []
         self._ranks = 0
+
+    @cached_property
+    def geometry(self) -> ModelGeometry:
+        """The model; not needed where pools and costs are those of a real server."""
+        return model_geometry(self.scenario.model)
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        return load_catalogue().parse(self.scenario.hardware)
 
     def deployment(self) -> Deployment:
         """The servers, wired together."""
@@ -103,7 +108,7 @@ class Builder:
         memory = Memory(plan, prefix_cache=spec.role != "decode")
         chunk = settings.chunk_tokens or spec.chunk_tokens
         # Simulated arrivals are never turned away at the door: how long they wait is the answer.
-        fields: dict[str, Any] = {"context": self.geometry.context, "max_running": plan.max_running}
+        fields: dict[str, Any] = {"context": spec.context or self.geometry.context, "max_running": plan.max_running}
         fields |= {"chunk_tokens": chunk, "check_when_idle": False, "max_queued": 1_000_000}
         if settings.engine == "sglang":
             options = SchedulerOptions.for_sglang(**fields)
@@ -145,6 +150,11 @@ class Builder:
 
     def price(self, spec: ServerSpec) -> StepPrice:
         """The cost of steps on one of ``spec``'s servers."""
+        if spec.cost is not None:
+            price = StepPrice(spec.cost)
+            self.prices.append(price)
+            return price
+        assert spec.efficiency is not None
         efficiency = self.settings.constants or load_efficiency(self.settings.efficiency or spec.efficiency)
         model = StepModel(
             self.geometry,
@@ -165,6 +175,8 @@ class Builder:
 
     def pools(self, spec: ServerSpec) -> PoolPlan:
         """Pools of one GPU under the chosen engine's rules, from the scenario's budget."""
+        if spec.pools.saved_plan is not None:
+            return load_plan(spec.pools.saved_plan).plan
         layout = self.layout(spec)
         stages = stage_block_layouts(
             self.geometry,
@@ -190,8 +202,6 @@ class Builder:
         return plan_pools(widest, budget, engine="sglang", sglang=pools, within_budget=False)
 
     def _drafted(self, pools: SglangSettings, spec: ServerSpec, layout: ParallelLayout) -> SglangSettings:
-        from k3stack.estimate.pools import replay_ring_bytes
-
         assert spec.drafter is not None
         ring = replay_ring_bytes(self.geometry, tp=layout.attn_tp, kda_layers=len(self.geometry.kda_layers))
         # A public DSPARK drafter: 5 layers of 16 cache heads of 64, keys and values, 16 bit, cut over the ranks.

@@ -6,7 +6,8 @@ import random
 from dataclasses import dataclass, replace
 
 from k3stack.errors import UserError
-from k3stack.estimate.seconds import StepModel
+from k3stack.estimate.measured import MeasuredCost
+from k3stack.estimate.seconds import Efficiency, StepModel
 from k3stack.estimate.work import StepLoad
 
 
@@ -57,7 +58,7 @@ class StepPrice:
     those of the drafted server, the raggedness between rows within a step is not shown.
     """
 
-    def __init__(self, model: StepModel, drafter: Drafter | None = None, seed: int = 0) -> None:
+    def __init__(self, model: StepModel | MeasuredCost, drafter: Drafter | None = None, seed: int = 0) -> None:
         self.model = model
         self.drafter = drafter
         self._rng = random.Random(seed)
@@ -114,10 +115,15 @@ class StepPrice:
         self.accepted += rows
         return drawn / rows
 
+    @property
+    def front(self) -> Efficiency | MeasuredCost:
+        """What knows the time before the scheduler (``before_s``) and the error band (``error``)."""
+        return self.model if isinstance(self.model, MeasuredCost) else self.model.efficiency
+
     def latency(self, load: StepLoad) -> float:
         """Seconds from a step's start to its result: all pipeline stages one after the other, and the hand-ons."""
-        stages = self.model.layout.pp
-        if stages == 1:
+        if isinstance(self.model, MeasuredCost) or self.model.layout.pp == 1:
             return self(load)
+        stages = self.model.layout.pp
         through = sum(self.model.step(load, i).seconds for i in range(stages))
         return through + (stages - 1) * self.model.handon_s(load.tokens)

@@ -33,8 +33,8 @@ def simulate(scenario: Scenario, workload: Workload, settings: SimSettings, *, t
     events = EventQueue(VirtualClock())
     builder = Builder(scenario, settings, events)
     deployment = builder.deployment()
-    efficiency = builder.prices[0].model.efficiency
-    traffic = Traffic(workload, events, deployment.submit, host=efficiency.before_s, token_times=token_times)
+    front = builder.prices[0].front
+    traffic = Traffic(workload, events, deployment.submit, host=front.before_s, token_times=token_times)
     deployment.traffic = traffic
     traffic.start(deployment.forget)
     last = max(s.arrival_s for s in workload.sessions)
@@ -58,8 +58,8 @@ def simulate(scenario: Scenario, workload: Workload, settings: SimSettings, *, t
     summary["device_busy_share"] = _busy(deployment.servers, summary["elapsed_s"])
     summary["accept_length"] = _accepted(builder)
     summary["preempted"] = sum(s.scheduler.stats().preempted for s in deployment.servers)
-    summary["efficiency"] = settings.efficiency or scenario.servers[0].efficiency
-    summary["step_time_error"] = efficiency.error
+    summary["efficiency"] = settings.efficiency or scenario.servers[0].efficiency or "measured"
+    summary["step_time_error"] = front.error
     return SimResult(traffic.records, summary, workload.window_s)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from k3stack.errors import UserError
+from k3stack.estimate.measured import MeasuredCost
 
 Role = Literal["unified", "prefill", "decode"]
 
@@ -28,12 +29,15 @@ class LayoutSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class PoolSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Memory for states and cache on one GPU, and how behaviour ``sglang`` splits it."""
 
-    budget_gib: float
+    budget_gib: float = 0.0
     budget_source: str = ""
     ratio: float = 0.9
     strategy: str = "auto"
     max_running: int | None = None
     extra_slots: int = 0
+    saved_plan: str | None = None
+    """The pools that a real server saved at its boot (``pool_plan.json``), instead of a budget; a path beside the
+    scenario's file."""
 
 
 class DrafterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,7 +61,12 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     experts_fp8: bool = True
     sharded_prefill: bool = False
     drafter: DrafterSpec | None = None
-    efficiency: str
+    efficiency: str | None = None
+    """Constants of the step model: a shipped set or a file."""
+    cost: MeasuredCost | None = None
+    """Step times measured on a server (``k3 simulate --fit-steps``), instead of ``efficiency``."""
+    context: int | None = None
+    """Longest prompt and output; default: the model's."""
     starts_s: float = 0.0
     """Seconds until these servers are up (scaling questions); 0: from the start."""
 
@@ -96,6 +105,13 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise UserError(
                 f"scenario {self.name}: servers are {sorted(roles)}; either all unified, or prefill and decode together"
             )
+        for s in self.servers:
+            if (s.efficiency is None) == (s.cost is None):
+                raise UserError(f"scenario {self.name}: a server needs either 'efficiency' or 'cost'")
+            if s.cost is not None and s.drafter is not None:
+                raise UserError(f"scenario {self.name}: a measured 'cost' does not know a 'drafter'")
+            if (s.pools.budget_gib > 0) == (s.pools.saved_plan is not None):
+                raise UserError(f"scenario {self.name}: pools need either 'budget_gib' or 'saved_plan'")
         if "prefill" in roles and self.transfer is None:
             raise UserError(f"scenario {self.name}: prefill and decode servers need a 'transfer'")
         return self
@@ -109,7 +125,7 @@ def load_scenario(name: str) -> Scenario:
     path = Path(name)
     if path.suffix == ".json" or path.is_file():
         try:
-            return _parse(json.loads(path.read_text()), str(path))
+            return _beside(_parse(json.loads(path.read_text()), str(path)), path.parent)
         except FileNotFoundError:
             raise UserError(f"{path}: no such scenario file", param="scenario") from None
         except json.JSONDecodeError as e:
@@ -117,6 +133,17 @@ def load_scenario(name: str) -> Scenario:
     raise UserError(
         f"no scenario named {name!r}; shipped: {', '.join(shipped)}; or give a .json file", param="scenario"
     )
+
+
+def _beside(scenario: Scenario, folder: Path) -> Scenario:
+    """``scenario`` with its files' paths made those of ``folder``."""
+    servers = []
+    for server in scenario.servers:
+        if server.pools.saved_plan is not None:
+            pools = msgspec.structs.replace(server.pools, saved_plan=str(folder / server.pools.saved_plan))
+            server = msgspec.structs.replace(server, pools=pools)
+        servers.append(server)
+    return msgspec.structs.replace(scenario, servers=servers)
 
 
 def scenario_names() -> list[str]:

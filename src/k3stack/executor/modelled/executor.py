@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from k3stack.errors import BugError
 from k3stack.estimate.work import StepLoad
+from k3stack.executor.modelled.loads import LoadMeter
 from k3stack.memory.ops import CopyState
-from k3stack.scheduler.loads import step_load
 from k3stack.scheduler.plan import PLAN_VERSION, GroupPlan, GroupResult, RowResult, RowWork, StepPlan, StepResult
 from k3stack.scheduler.seams import Clock
 
@@ -65,9 +65,7 @@ class ModelledExecutor:
         self._max_in_flight = max_in_flight
         self._free_at = 0.0
         self._next = 0
-        self._lengths: npt.NDArray[np.int64] = np.zeros(rows, np.int64)
-        self._decode: tuple[int, ...] = ()
-        self._index: npt.NDArray[np.intp] = np.zeros(0, np.intp)
+        self._meter = LoadMeter(rows)
         self._tokens: tuple[int, ...] = ()
         self._queue: deque[ModelledStep] = deque()
         self._coming: Sequence[float] = ()
@@ -100,25 +98,16 @@ class ModelledExecutor:
         return step
 
     def load(self, group: GroupPlan) -> StepLoad:
-        """What ``group`` computes; moves the rows' lengths on."""
-        lengths = self._lengths
-        for add in group.added:
-            lengths[add.row] = add.length
-        decode = group.decode
-        if decode is not self._decode:
-            self._decode = decode
-            self._index = np.array(decode, np.intp)
-            self._tokens = (self.token,) * len(decode)
-        context = 0
-        if decode:
-            context = int(lengths[self._index].sum())
-            lengths[self._index] += 1
-            if self._last is not None:
-                self._last[self._index] += 1
-                self._tokens = tuple(self._last[self._index].tolist())
-        for work in group.work:
-            lengths[work.row] = work.start + work.count
-        return step_load(len(decode), context, group.work)
+        """What ``group`` computes; moves the rows' lengths and last tokens on."""
+        meter = self._meter
+        before = meter.decode
+        load = meter.load(group)
+        if group.decode is not before:
+            self._tokens = (self.token,) * len(group.decode)
+        if group.decode and self._last is not None:
+            self._last[meter.index] += 1
+            self._tokens = tuple(self._last[meter.index].tolist())
+        return load
 
     def _sampled(self, work: RowWork) -> int:
         """The token sampled after ``work``."""
@@ -134,8 +123,8 @@ class ModelledExecutor:
 
         ``cost``: (rows, cached tokens of the first step, steps) -> seconds of each. Nothing changes before ``skip``.
         """
-        rows = len(self._decode)
-        self._coming = cost(rows, int(self._lengths[self._index].sum()), turns)
+        rows = len(self._meter.decode)
+        self._coming = cost(rows, int(self._meter.lengths[self._meter.index].sum()), turns)
         times, at = [], self._free_at
         for seconds in self._coming:
             at += seconds
@@ -145,7 +134,7 @@ class ModelledExecutor:
     def skip(self, turns: int) -> list[ModelledStep]:
         """As if ``turns`` of the steps of ``ahead`` had been submitted, and as many of the oldest waited for; returns
         the steps in flight."""
-        queue, rows, context = self._queue, len(self._decode), int(self._lengths[self._index].sum())
+        queue, rows, context = self._queue, len(self._meter.decode), int(self._meter.lengths[self._meter.index].sum())
         keep = len(queue)
         last = queue[-1].step
         for i, seconds in enumerate(self._coming[:turns]):
@@ -155,16 +144,16 @@ class ModelledExecutor:
             if i >= turns - keep:
                 load = StepLoad(decode_rows=rows, decode_context=context + i * rows, samples=rows)
                 if self._last is not None:
-                    self._tokens = tuple((self._last[self._index] + (i + 1)).tolist())
+                    self._tokens = tuple((self._last[self._meter.index] + (i + 1)).tolist())
                 groups = (GroupResult(tokens=self._tokens, rows=()),)
                 result = StepResult(step=last + 1 + i, groups=groups, seconds=seconds)
                 queue.append(ModelledStep(last + 1 + i, start, self._free_at, load, result))
         while len(queue) > keep:
             queue.popleft()
         self._done_at = self._free_at
-        self._lengths[self._index] += turns
+        self._meter.lengths[self._meter.index] += turns
         if self._last is not None:
-            self._last[self._index] += turns
+            self._last[self._meter.index] += turns
         self._next += turns
         return list(queue)
 
