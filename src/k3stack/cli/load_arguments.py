@@ -28,7 +28,7 @@ def add_load_options(parser: Parser) -> None:
     load.add_argument("--arrivals", choices=("poisson", "constant", "bursty"), default="poisson")
     load.add_argument("--input-len", type=int, help="prompt tokens of every request (long: of the history)")
     load.add_argument("--output-len", type=int, help="answer tokens of every request")
-    load.add_argument("--answer-mean", type=float, help="mean answer length of fresh (default: 230)")
+    load.add_argument("--answer-mean", type=float, help="mean answer length of fresh (default: 264)")
     load.add_argument("--turns", type=int, help="turns a session of long (default: 4)")
     load.add_argument("--time-scale", type=float, default=1.0, help="replay a trace so many times as fast")
     load.add_argument("--seed", type=int, default=0)

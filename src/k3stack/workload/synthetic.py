@@ -5,7 +5,7 @@
 * ``interference``: 16 streams decode; after a quiet time one prompt a second for 24 s, each asking for one token.
 
 A third of the answers of the first two are tool calls. The study gives means and caps, not distributions: prompts
-are log-normal (sigma 0.7), answers spread between 16 and 512 tokens with the stated mean.
+are log-normal (sigma 0.7), answers spread between 16 and 512 tokens, evenly unless another mean is asked for.
 """
 
 from __future__ import annotations
