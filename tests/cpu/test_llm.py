@@ -115,6 +115,13 @@ def test_32_streams_on_an_arena_far_too_small() -> None:
     assert stats["blocks_running"] == 0 and stats["pages_running"] == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"max_gap_ms": 20.0, "target_ttft_s": 0.05, "target_tpot_ms": 5.0}])
+def test_the_policy_does_not_matter(options: dict[str, float]) -> None:
+    with K3.llm(policy="slo", chunked_prefill_size=32, **options) as llm:
+        results = llm.generate(K3.prompts * 2, GREEDY)
+    assert [r.token_ids for r in results] == K3.tokens * 2
+
+
 def test_options_that_do_not_exist_or_do_not_fit() -> None:
     with pytest.raises(UserError, match=r"chunked_prefil_size.*did you mean chunked_prefill_size"):
         LLM(K3.path, chunked_prefil_size=3)

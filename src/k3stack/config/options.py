@@ -170,6 +170,19 @@ class EngineOptions:
     policy: Literal["prefill-first", "slo"] = option(
         "prefill-first", "How a step is planned: waiting prompts first, or by targets.", "Scheduling"
     )
+    target_ttft_s: float = option(
+        2.0, "Policy slo: seconds from arrival within which a first token is due.", "Scheduling", above=0.0
+    )
+    target_tpot_ms: float = option(
+        25.0, "Policy slo: milliseconds a token may take on average after the first.", "Scheduling", above=0.0
+    )
+    max_gap_ms: float | None = option(
+        None,
+        "Policy slo: bound on the time between two tokens of a stream that a prompt's chunk may cause; chunks are cut "
+        "to keep it. Default: none.",
+        "Scheduling",
+        above=0.0,
+    )
     max_running_requests: int = option(256, "At most so many requests computed at the same time.", "Scheduling", low=1)
     max_queued_requests: int = option(
         1024, "A request that finds so many waiting is answered 429 and told when to retry.", "Scheduling", low=0

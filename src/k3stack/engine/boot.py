@@ -30,7 +30,7 @@ from k3stack.errors import CheckpointError, UserError
 from k3stack.estimate.pools import PoolPlan
 from k3stack.estimate.saved_plan import SavedPlan, figures, save_plan
 from k3stack.memory import Memory
-from k3stack.scheduler import PrefillFirst, SchedulerOptions
+from k3stack.scheduler import LearnedCost, PrefillFirst, SchedulerOptions, Slo, SloOptions, Target
 from k3stack.scheduler.options import SglangEstimate
 from k3stack.scheduler.policy import Policy
 
@@ -148,7 +148,9 @@ def _step_log(options: EngineOptions, scheduling: SchedulerOptions) -> StepLog |
 def policy_of(options: EngineOptions) -> Policy:
     """The step policy by its name."""
     if options.policy == "slo":
-        raise UserError("--policy slo is not available yet; use prefill-first", param="--policy")
+        # No figures of this machine are assumed: the cost of steps is learned from the first ones on.
+        gap = None if options.max_gap_ms is None else options.max_gap_ms / 1000
+        return Slo(LearnedCost(), SloOptions(max_gap_s=gap))
     return PrefillFirst(mixed=options.enable_mixed_chunk)
 
 
@@ -247,6 +249,7 @@ def _scheduler_options(options: EngineOptions, plan: PoolPlan, context: int) -> 
         "max_running": plan.max_running,
         "chunk_tokens": context if chunk < 0 else chunk,
         "max_queued": max(options.max_queued_requests, 1),
+        "target": Target(options.target_ttft_s, options.target_tpot_ms / 1000) if options.policy == "slo" else None,
     }
     if options.engine != "sglang":
         return SchedulerOptions(**fields)

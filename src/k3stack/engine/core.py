@@ -26,7 +26,7 @@ from k3stack.engine.step_log import StepLog
 from k3stack.engine.stops import ContentText, RawText, StopMatcher
 from k3stack.errors import UserError
 from k3stack.memory import Memory
-from k3stack.scheduler import FinishEvent, Request, Scheduler, SchedulerOptions, StepLoop, StopHit, TokenEvent
+from k3stack.scheduler import FinishEvent, Request, Scheduler, SchedulerOptions, StepLoop, StopHit, Target, TokenEvent
 from k3stack.scheduler.policy import Policy
 from k3stack.scheduler.seams import Executor
 
@@ -274,7 +274,17 @@ class EngineCore:
             priority=submit.priority,
             eos_ids=self._setup.eos_ids,
             masked=submit.grammar is not None,
+            target=self._target(submit),
+            whole=submit.whole,
         )
+
+    def _target(self, submit: msg.Submit) -> Target | None:
+        """The request's own latency target; None where it brings none."""
+        first, token = submit.first_token_target_s, submit.token_target_s
+        if first is None and token is None:
+            return None
+        usual = self.scheduler.options.target or Target()
+        return Target(usual.first_s if first is None else first, usual.token_s if token is None else token)
 
     def _own_params(self, params: SamplingParams, index: int) -> SamplingParams:
         """One choice's parameters: its own seed, and the prompt scored once only."""

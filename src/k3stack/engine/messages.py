@@ -41,6 +41,9 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """What the output must match; see ``chat.grammar``."""
     first_token_target_s: float | None = None
     token_target_s: float | None = None
+    """What policy ``slo`` plans for, in place of its own target (None)."""
+    whole: bool = False
+    """The answer is of use only when it is complete: nobody waits for its first token."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -106,6 +106,8 @@ def prepare_request(
         stop_scope="content",
         thinking=in_think,
         grammar=_grammar(service, request, choice, all_tools(request), in_think),
+        # A call comes in one piece; what is thought before it is streamed.
+        whole=not request.stream or (choice.forced and not in_think),
     )
     record = Record(rid, endpoint, request.stream, prompt_tokens=len(ids), labels=labels(request))
     return ChatJob(request, submit, record, service.model, int(time.time()), choices)

@@ -113,7 +113,16 @@ def prepare(service: Service, request: CompletionRequest, header_id: str | None)
         if request.echo and wanted is not None:
             params = msgspec.structs.replace(params, prompt_logprobs_from=0)
         own = rid if len(prompts) == 1 else f"{rid}-{number}"
-        submits.append(Submit(rid=own, prompt_ids=ids, sampling=params, priority=request.priority, grammar=grammar))
+        submits.append(
+            Submit(
+                rid=own,
+                prompt_ids=ids,
+                sampling=params,
+                priority=request.priority,
+                grammar=grammar,
+                whole=not request.stream,
+            )
+        )
         for _ in range(request.n):
             shown = Detokenizer(service.tokenizer, show_control=not request.skip_special_tokens)
             choices.append(TextChoice(shown, ids, text if request.echo else None))
