@@ -220,7 +220,6 @@ REFUSED: dict[str, str] = {
     "--log-level-http": "use --log-level",
     "--crash-dump-folder": "use the log; nothing is dumped",
     "--kv-events-config": "cache events are not published in this version: leave the flag out",
-    "--otlp-traces-endpoint": "traces are not exported in this version: leave the flag out",
     "--config": "write the options on the command line",
 }
 """Flag -> what to do instead."""

@@ -247,6 +247,9 @@ class ServeOptions:
     )
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "What goes to the log.", "Server")
     disable_request_log: bool = option(False, "Do not write a line of JSON for each finished request.", "Server")
+    otlp_traces_endpoint: str | None = option(
+        None, "OTLP address for traces, such as http://localhost:4318/v1/traces; needs the extra `trace`.", "Server"
+    )
     max_body_mib: float = option(32.0, "Largest request body in MiB; larger ones are answered 413.", "Limits", above=0)
     max_choices: int = option(16, "Largest `n` of a request.", "Limits", low=1, high=128)
     max_stop_strings: int = option(16, "Most `stop` strings of a request.", "Limits", low=0)

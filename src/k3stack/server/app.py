@@ -18,6 +18,7 @@ from k3stack.server.access import KeyGate
 from k3stack.server.http_errors import error_body, error_object, error_response, json_response
 from k3stack.server.schemas import request_body
 from k3stack.server.service import Service
+from k3stack.server.tracing import TraceParent
 
 log = logging.getLogger("k3stack.server")
 
@@ -68,6 +69,8 @@ def build_app(service: Service) -> FastAPI:
     app.add_exception_handler(K3Error, _on_k3_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
+    if service.options.otlp_traces_endpoint:
+        app.add_middleware(TraceParent)
     app.add_middleware(KeyGate, keys=service.options.api_key)
     if service.options.cors_origin:
         app.add_middleware(

@@ -12,6 +12,7 @@ import msgspec
 
 from k3stack.engine.messages import Output
 from k3stack.server.metrics import HttpMetrics
+from k3stack.server.tracing import TRACEPARENT, Tracer
 
 
 @dataclass(slots=True)
@@ -33,6 +34,7 @@ class Record:
     ends: list[str] = field(default_factory=list)
     """How each choice ended."""
     message: str | None = None
+    traceparent: str | None = field(default_factory=TRACEPARENT.get)
     _sent: dict[tuple[str, int], int] = field(default_factory=dict)
     _cached: dict[str, int] = field(default_factory=dict)
 
@@ -75,16 +77,19 @@ class Record:
 
 
 class Recorder:
-    """Takes finished records. ``write`` gets one line of JSON each, or nothing when the log is off."""
+    """Takes finished records. ``write`` gets a line of JSON each, or nothing when the log is off; ``tracer`` a span."""
 
-    def __init__(self, metrics: HttpMetrics, write: Callable[[str], None] | None) -> None:
+    def __init__(self, metrics: HttpMetrics, write: Callable[[str], None] | None, tracer: Tracer | None = None) -> None:
         self._metrics = metrics
         self._write = write
+        self._tracer = tracer
 
     def finish(self, record: Record, status: int) -> None:
         """Called exactly once a request."""
         total = time.monotonic() - record.began
         self._metrics.observe(record, total)
+        if self._tracer is not None:
+            self._tracer.finish(record, status, total)
         if self._write is None:
             return
         line: dict[str, Any] = {

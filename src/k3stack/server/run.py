@@ -130,6 +130,8 @@ class Runner(uvicorn.Server):
                 if task is not None and not task.done():
                     task.cancel()
             await self._service.engine.close()
+            if self._service.tracer is not None:
+                await asyncio.to_thread(self._service.tracer.close)
 
     async def _boot(self) -> None:
         try:

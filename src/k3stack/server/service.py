@@ -17,6 +17,7 @@ from k3stack.errors import BugError, K3Error, NotNow, Unavailable, UserError
 from k3stack.server.history import History
 from k3stack.server.metrics import HttpMetrics
 from k3stack.server.records import Record, Recorder, write_to_stderr
+from k3stack.server.tracing import Tracer
 from k3stack.server.translate import Limits
 
 log = logging.getLogger("k3stack.server")
@@ -66,6 +67,7 @@ class Service:
     phase: Phase = "starting"
     metrics: HttpMetrics = field(init=False)
     recorder: Recorder = field(init=False)
+    tracer: Tracer | None = field(init=False)
     limits: Limits = field(init=False)
     history: History = field(init=False)
     _open: dict[int, Record] = field(default_factory=dict)
@@ -73,7 +75,10 @@ class Service:
     def __post_init__(self) -> None:
         self.metrics = HttpMetrics(self.model)
         self.history = History(self.stats)
-        self.recorder = Recorder(self.metrics, None if self.options.disable_request_log else write_to_stderr)
+        endpoint = self.options.otlp_traces_endpoint
+        self.tracer = Tracer(endpoint, self.model) if endpoint else None
+        write = None if self.options.disable_request_log else write_to_stderr
+        self.recorder = Recorder(self.metrics, write, self.tracer)
         context = min(self.engine_options.context_length or self.geometry.context, self.geometry.context)
         self.limits = Limits(context, self.geometry.vocab, self.options.max_choices, self.options.max_stop_strings)
 
