@@ -18,8 +18,10 @@ from k3stack.estimate.sglang import SglangSettings
 from k3stack.estimate.work import Precision
 from k3stack.executor.modelled.executor import ModelledExecutor
 from k3stack.memory import Memory
+from k3stack.scheduler.cost import CorrectedCost
 from k3stack.scheduler.options import SchedulerOptions
 from k3stack.scheduler.policies.prefill_first import PrefillFirst
+from k3stack.scheduler.policies.slo import Slo, SloOptions
 from k3stack.scheduler.policy import Policy
 from k3stack.scheduler.scheduler import Scheduler
 from k3stack.simulator.deployment import Deployment, Disaggregated, Transfer, Unified
@@ -51,8 +53,6 @@ class SimSettings:
     check_every: int = 0
     fast_path: bool = True
     """Skip through stretches of pure decoding; the results are the same to the byte."""
-    known_lengths: bool = False
-    """The policy is told answer lengths (an upper bound of what a policy could know)."""
 
 
 class Builder:
@@ -115,7 +115,7 @@ class Builder:
         else:
             options = SchedulerOptions(**fields)
         price = self.price(spec)
-        scheduler = Scheduler(memory, self._policy(), options, self.events.clock)
+        scheduler = Scheduler(memory, self._policy(price), options, self.events.clock)
         executor = ModelledExecutor(
             price,
             self.events.clock,
@@ -137,10 +137,17 @@ class Builder:
             price=price if settings.fast_path else None,
         )
 
-    def _policy(self) -> Policy:
-        if self.settings.policy == "prefill-first":
-            return PrefillFirst(mixed=self.settings.mixed)
-        raise UserError(f"policy {self.settings.policy!r} is not known; known: prefill-first", param="policy")
+    def _policy(self, price: StepPrice) -> Policy:
+        settings = self.settings
+        if settings.policy == "prefill-first":
+            if settings.max_gap_s is not None:
+                raise UserError("--max-gap is for policy slo; prefill-first knows no bound on a gap", param="max-gap")
+            return PrefillFirst(mixed=settings.mixed)
+        if settings.policy == "slo":
+            # It predicts steps with the same model that prices them, and corrects that by what it observes, as a
+            # server would: of a drafter's accepted tokens and a pipeline it knows only what it has seen.
+            return Slo(CorrectedCost(price.model), SloOptions(max_gap_s=settings.max_gap_s, mixed=settings.mixed))
+        raise UserError(f"policy {settings.policy!r} is not known; known: prefill-first, slo", param="policy")
 
     def layout(self, spec: ServerSpec) -> ParallelLayout:
         parallel = spec.layout

@@ -34,7 +34,14 @@ def simulate(scenario: Scenario, workload: Workload, settings: SimSettings, *, t
     builder = Builder(scenario, settings, events)
     deployment = builder.deployment()
     front = builder.prices[0].front
-    traffic = Traffic(workload, events, deployment.submit, host=front.before_s, token_times=token_times)
+    traffic = Traffic(
+        workload,
+        events,
+        deployment.submit,
+        target=settings.target,
+        host=front.before_s,
+        token_times=token_times,
+    )
     deployment.traffic = traffic
     traffic.start(deployment.forget)
     last = max(s.arrival_s for s in workload.sessions)

@@ -9,11 +9,13 @@ from itertools import pairwise
 
 from k3stack.config.sampling import SamplingParams
 from k3stack.scheduler.request import Event, FinishEvent, Request, TokenEvent
+from k3stack.scheduler.request import Target as scheduler_target
 from k3stack.simulator.content import Content
 from k3stack.simulator.events import EventQueue
 from k3stack.simulator.server import SimServer
 from k3stack.workload.records import End, Record
 from k3stack.workload.sessions import Session, Workload
+from k3stack.workload.target import Target
 
 Submit = Callable[[Request, int], None]
 """Takes a request and its session: a deployment's way in."""
@@ -40,12 +42,15 @@ class Traffic:
         events: EventQueue,
         submit: Submit,
         *,
+        target: Target,
         host: Callable[[int], float] = lambda tokens: 0.0,
         token_times: bool = False,
     ) -> None:
         self.records: list[Record] = []
         self.content = Content()
         self._workload, self._events, self._submit = workload, events, submit
+        # Policies that plan against a target know the one that the run is judged by.
+        self._target = scheduler_target(target.ttft_s, target.tpot_s)
         self._host, self._token_times = host, token_times
         self._open: dict[str, _Open] = {}
         self._waiting = deque(workload.sessions)
@@ -95,6 +100,8 @@ class Traffic:
             sampling=SamplingParams(max_tokens=this.output_tokens, ignore_eos=True, temperature=0.0),
             priority=this.priority,
             arrival=now,
+            target=self._target,
+            whole=this.tool_call,
         )
         before = self._host(record.prompt_tokens)
         if before:
