@@ -154,7 +154,7 @@ class Disaggregated:
     def _arrive(self, request: Request, session: int, token: int, event: FinishEvent) -> None:
         assert self.traffic is not None
         now = self._events.clock.now()
-        self.traffic.cached(request.rid, event.cached_tokens)
+        self.traffic.prefilled(request.rid, event)
         self.traffic.tokens(request.rid, 1, now)
         asked = request.sampling.max_tokens or 1
         if asked == 1:

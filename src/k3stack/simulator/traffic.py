@@ -146,10 +146,11 @@ class Traffic:
             if record.token_s is not None:
                 record.token_s.extend(times)
 
-    def cached(self, rid: str, tokens: int) -> None:
-        """Prompt tokens that a prefill server reused for a request."""
+    def prefilled(self, rid: str, event: FinishEvent) -> None:
+        """What a prefill server says of a request that it hands on: tokens reused, and when it began."""
         open_ = self._open[rid]
-        open_.record.cached_tokens = tokens
+        open_.record.cached_tokens = event.cached_tokens
+        open_.record.started_s = event.times.started
         open_.cached_known = True
 
     def finished(self, event: FinishEvent, now: float) -> None:
@@ -159,6 +160,8 @@ class Traffic:
         record.end = _ENDS[event.reason]
         record.error = event.message or None
         record.finished_s = now
+        if record.started_s is None:
+            record.started_s = event.times.started
         if not open_.cached_known:
             record.cached_tokens = event.cached_tokens
         turn = record.turn + 1

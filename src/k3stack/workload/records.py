@@ -22,6 +22,8 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     turn: int
     arrival_s: float
     sent_s: float | None = None
+    started_s: float | None = None
+    """When its first chunk was planned (a simulation knows)."""
     first_s: float | None = None
     finished_s: float | None = None
     prompt_tokens: int = 0

@@ -91,6 +91,7 @@ def summarize(
         "ttft_s": spread([r.ttft_s for r in measured if r.ttft_s is not None]),
         "tpot_ms": spread([1000 * r.tpot_s for r in measured if r.tpot_s is not None]),
         "longest_gap_s": max((r.longest_gap_s for r in records), default=0.0),
+        "latest_start_s": max((r.started_s - r.arrival_s for r in records if r.started_s is not None), default=None),
         "output_tokens_per_s": output / elapsed,
         "total_tokens_per_s_per_gpu": (output + prompt) / elapsed / gpus,
         "stream_output_lost": stream_output_lost(records, window_s) if window_s else None,
