@@ -1,7 +1,7 @@
 """Sixteen streams while one prompt of 8,400 tokens a second comes for 24 s: what prompts cost the streams.
 
-Simulated 8 B300 (b300x8-low-latency, engine k3, fitted step times). Gaps are those between two tokens of a stream inside
-the window. ``left``: tokens a second a stream that the prompts leave at best, the window less the prompts' computing,
+Simulated 8 B300 (b300x8-low-latency, engine k3, fitted step times). Gaps are those between two tokens of a stream
+inside the window. ``left``: tokens a second a stream that the prompts leave at best, the window less the prompts' computing,
 over the decode step.
 
     python benchmarks/interference.py
