@@ -1,8 +1,8 @@
 """Sixteen streams while one prompt of 8,400 tokens a second comes for 24 s: what prompts cost the streams.
 
 Simulated 8 B300 (b300x8-low-latency, engine k3, fitted step times). Gaps are those between two tokens of a stream
-inside the window. ``left``: tokens a second a stream that the prompts leave at best, the window less the prompts' computing,
-over the decode step.
+inside the window. ``left``: tokens a second a stream that the prompts leave at best, the window less the prompts'
+computing, over the decode step.
 
     python benchmarks/interference.py
 """
@@ -38,9 +38,7 @@ def main() -> None:
     # At the middle of the window a stream has about as many tokens as its prompt and 1,500 answers.
     step = price(StepLoad(decode_rows=16, decode_context=16 * (synthetic.STREAM_PROMPT + 1_500), samples=16))
     left = (1 - synthetic.PROMPTS * prompt / (end - begin)) / step
-    print(
-        f"prompt alone {1000 * prompt:.0f} ms, decode step {1000 * step:.1f} ms; left at best {left:.1f} tokens/s a stream"
-    )
+    print(f"prompt alone {1000 * prompt:.0f} ms, decode step {1000 * step:.1f} ms; left {left:.1f} tokens/s a stream")
     print("| policy | output lost | tokens/s a stream | longest gap, ms | gaps within 150 ms | prompts: p50, p99 s |")
     print("|---|---|---|---|---|---|")
     for name, settings in CASES.items():
