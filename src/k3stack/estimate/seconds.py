@@ -117,6 +117,8 @@ class StepModel:
         e = self.efficiency
         work = self.stages[stage].work(load, slowest=self._slowest, verify_spread=e.verify_spread, reach=e.expert_reach)
         parts = self._parts(load, work, e)
+        # Launches outside the parts go with the layers that a stage has.
+        parts["fixed"] *= len(self.stages[stage].layers) / sum(len(m.layers) for m in self.stages)
         return StepCost(sum(parts.values()), parts, self.floor(work))
 
     def seconds(self, load: StepLoad) -> float:

@@ -89,23 +89,23 @@ def test_returning_turns_find_their_prefix() -> None:
 
 
 def test_first_token_of_a_handed_on_request_waits_for_prefill_and_transfer() -> None:
-    w = fresh(concurrency=1, requests=1, input_len=8_192, output_len=5)
+    w = fresh(concurrency=1, requests=1, input_len=4_096, output_len=5)
     (record,) = run("rack-b", w).records
     m = model("rack-b")
-    load = StepLoad(chunk_rows=1, chunk_tokens=8_192, chunk_pairs=8_192**2 / 2, samples=1)
-    through = sum(m.step(load, i).seconds for i in range(8)) + 7 * m.handon_s(8_192)
+    load = StepLoad(chunk_rows=1, chunk_tokens=4_096, chunk_pairs=4_096**2 / 2, samples=1)
+    through = sum(m.step(load, i).seconds for i in range(8)) + 7 * m.handon_s(4_096)
     assert record.ttft_s > through + 0.005
     assert record.ttft_s < through + 0.1
     assert record.output_tokens == 5
 
 
 def test_a_pipeline_overlaps_chunks() -> None:
-    """Eight stages: eight prompts take far less than eight times one."""
-    one = run("rack-b", fresh(concurrency=1, requests=1, input_len=16_384, output_len=1)).records[0]
+    """Eight stages: eight prompts of one chunk take far less than eight times one."""
+    one = run("rack-b", fresh(concurrency=1, requests=1, input_len=4_096, output_len=1)).records[0]
     scenario = load_scenario("rack-b")
     prefill = msgspec.structs.replace(scenario.servers[0], servers=1)
     single = msgspec.structs.replace(scenario, servers=[prefill, scenario.servers[1]])
-    eight = simulate(single, fresh(concurrency=8, requests=8, input_len=16_384, output_len=1), FIRST).records
+    eight = simulate(single, fresh(concurrency=8, requests=8, input_len=4_096, output_len=1), FIRST).records
     assert max(r.finished_s for r in eight) < 4 * one.finished_s
 
 
