@@ -22,6 +22,7 @@ VERBS: dict[str, str] = {
     "plan": "say before the boot what fits, and what to run",
     "simulate": "say what a deployment would do under load, in virtual time",
     "bench": "load-test a server against a latency target",
+    "verify": "say whether a model or a server is still right",
 }
 """Verb -> what it does. The verb's module is ``k3stack.cli.<verb>``."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -257,6 +258,25 @@ class Talker:
             count = 2 if len(left) > 1 and rng.random() < 0.1 else 1
             self._question(talk, left[:count])
             del left[:count]
+        return talk
+
+    def long_text(self, encode: Callable[[str], list[int]], tokens: int) -> tuple[str, list[Fact]]:
+        """A document of at least ``tokens`` tokens as ``encode`` counts them (some sentences more at most)."""
+        facts = self.facts(tokens // 26)
+        text = self.document(facts, len(facts) * 2)
+        size = len(encode(text))
+        while size < tokens:
+            line = " " + self.namer.sentence()
+            text += line
+            size += len(encode(line))
+        return text, facts
+
+    def ask_about(self, text: str, facts: list[Fact], mode: str | None = None) -> Conversation:
+        """``text`` in the system message, then one question a turn about each of ``facts``."""
+        talk = self._new("lookup", mode)
+        talk.messages.append({"role": "system", "content": text})
+        for fact in facts:
+            self._question(talk, [fact])
         return talk
 
     # conversations of several kinds of turn

@@ -1,0 +1,124 @@
+"""`k3 verify`: is a model, a layout, a kernel or a running server still right?"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from k3stack.cli.arguments import Parser, print_json, say
+from k3stack.errors import UserError
+
+
+def run(argv: list[str]) -> int:
+    """Verify; exit 1 when a threshold is missed."""
+    args = _parser().read(argv)
+    if (args.model_path is None) == (args.base_url is None):
+        raise UserError("give one of --model-path and --base-url: what is to be verified", param="--model-path")
+    if args.dataset is not None:
+        return _dataset(args)
+    thresholds = _thresholds(args.threshold)
+    from k3stack.verify.run import verify
+
+    options = {"quick": args.quick, "thresholds": thresholds, "say": say}
+    if args.base_url is not None:
+        from k3stack.chat import load_tokenizer
+        from k3stack.config.geometry import load_geometry
+        from k3stack.models.builtin import resolve
+        from k3stack.verify.remote import RemoteTarget
+
+        nano = resolve("nano").path
+        tokenizer = load_tokenizer(nano, load_geometry(nano))
+        remote = RemoteTarget(args.base_url, args.model, _key(args))
+        report = verify(remote, tokenizer, dtype=args.dtype, **options)
+    else:
+        from k3stack.verify.local import LocalTarget
+
+        with LocalTarget(args.model_path, args.dtype, args.device) as local:
+            report = verify(local, local.tokenizer, dtype=args.dtype, **options)
+    if args.json:
+        print_json(report)
+    else:
+        _print(report)
+    return 0 if report["passed"] else 1
+
+
+def _dataset(args: Namespace) -> int:
+    if args.base_url is None:
+        raise UserError("--dataset asks a server: give --base-url", param="--base-url")
+    from k3stack.verify import dataset
+    from k3stack.verify.remote import RemoteTarget
+
+    items = dataset.read(Path(args.dataset), args.limit)
+    target = RemoteTarget(args.base_url, args.model, _key(args), max_tokens=args.max_tokens)
+    result = dataset.run(target, items, say)
+    floor = _thresholds(args.threshold).get("dataset", 0.0)
+    if args.json:
+        print_json(result)
+    else:
+        low, high = result["ci"]
+        print(f"{result['target']}: {result['score']:.4f} of {result['n']:,} (95 % interval {low:.4f} to {high:.4f})")
+        print(f"wrong {result['wrong']}, cut by the token limit {result['truncated']}, failed {result['failed']}")
+    return 0 if result["score"] >= floor else 1
+
+
+def _print(report: dict[str, Any]) -> None:
+    print(report["target"])
+    for name in ("tool_calls", "long_lookups", "conversations"):
+        entry = report[name]
+        low, high = entry["ci"]
+        print(f"  {name:14} {entry['score']:.4f}  n {entry['n']:,}  95 % interval {low:.4f} to {high:.4f}")
+    found = report["agreement"]
+    if found is None:
+        print(f"  agreement      not measured: {report['agreement_reason']}")
+    else:
+        kls = f"mean KL {found['mean_kl']:.3g}  largest {found['max_kl']:.3g}"
+        print(f"  agreement      top1 {found['top1']:.5f}  {kls}  n {found['n']:,}")
+    print("passed" if report["passed"] else "\n".join(("FAILED", *(f"  {line}" for line in report["missed"]))))
+
+
+def _thresholds(given: list[str]) -> dict[str, float]:
+    from k3stack.verify.run import AGREEMENT, THRESHOLDS
+
+    known = {*THRESHOLDS, *(f"agreement.{k}" for k in AGREEMENT["float32"]), "dataset"}
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            equals = ""
+        if not equals or name not in known:
+            raise UserError(f"--threshold is {text!r}; expected NAME=NUMBER with NAME one of {sorted(known)}")
+    return found
+
+
+def _key(args: Namespace) -> str | None:
+    key: str | None = args.api_key or os.environ.get("OPENAI_API_KEY")
+    return key
+
+
+def _parser() -> Parser:
+    parser = Parser("verify", __doc__ or "", json_output=True)
+    what = parser.add_argument_group("what is verified")
+    what.add_argument("--model-path", help="`nano`, or a folder with its files, run in this process")
+    what.add_argument("--base-url", help="a running server, such as http://127.0.0.1:30000")
+    what.add_argument("--model", help="model name to send to the server (default: its first)")
+    what.add_argument("--api-key", help="bearer token (default: the environment's OPENAI_API_KEY)")
+    what.add_argument(
+        "--dtype",
+        choices=("float32", "float64", "bfloat16"),
+        default="float32",
+        help="what --model-path computes in; with --base-url what the server computes in: it chooses the thresholds",
+    )
+    what.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N, for --model-path")
+    how = parser.add_argument_group("how")
+    how.add_argument("--quick", action="store_true", help="two minutes instead of twenty: fewer questions")
+    how.add_argument(
+        "--threshold", action="append", default=[], metavar="NAME=NUMBER", help="another threshold; may be given again"
+    )
+    how.add_argument("--dataset", metavar="FILE", help="score a server on JSON lines of questions and numeric answers")
+    how.add_argument("--limit", type=int, help="at most so many questions of --dataset")
+    how.add_argument("--max-tokens", type=int, default=4096, help="token limit of an answer to --dataset")
+    return parser

@@ -1,0 +1,49 @@
+"""Who is asked: a model in this process, or a server. Both answer chat requests and score given tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from k3stack.scheduler.plan import TokenLogprobs
+from k3stack.verify.questions import Question
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back. ``truncated``: it ran into the token limit; ``failure``: the request failed, and how."""
+
+    content: str
+    calls: tuple[tuple[str, str], ...]
+    truncated: bool = False
+    failure: str | None = None
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Score ``ids[start:]``. The prefix ``ids[:first]``, if any, is computed beforehand by a request of its own."""
+
+    ids: tuple[int, ...]
+    start: int
+    first: int = 0
+
+
+class CannotScoreError(Exception):
+    """The target does not return log-probabilities of a prompt; the message says why."""
+
+
+class Target(Protocol):
+    """``ask`` keeps up to 64 requests open at once; ``tell`` is called with the number of new answers."""
+
+    @property
+    def name(self) -> str: ...
+
+    def ask(self, questions: Sequence[Question], tell: Progress) -> list[Answer]: ...
+
+    def score(self, work: Sequence[Scoring], top: int) -> list[list[TokenLogprobs]]:
+        """For each piece of work one entry a token of ``ids[start:]``. Raises CannotScoreError."""
+        ...
