@@ -49,6 +49,15 @@ def test_the_python_of_the_readme_runs(capfd: pytest.CaptureFixture[str]) -> Non
         assert asked.returncode == 0, asked.stderr.decode()
 
 
+def test_the_weather_example_prints_what_the_readme_shows() -> None:
+    (shown,) = blocks("text")
+    with served("--model-path", "nano", "--arena-gib", "0.1") as server:
+        words = [sys.executable, "examples/weather.py", f"{server.url}/v1"]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == shown
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_exist(page: str) -> None:
     found = commands(PAGES[page])

@@ -25,7 +25,7 @@ from k3stack.verify.target import Scoring, Target
 TOP = 32
 ASKED_TOP = 64
 """More than the reference keeps, so that its ids are found also where the order has changed a little."""
-SHORT, LONG = 24, 4
+SHORT, LONG = 24, 2
 TAIL = 700
 RESOLUTION = 1e-7
 """What a sum of float32 probabilities can tell from one."""
