@@ -1,4 +1,4 @@
-"""A tool call from start to end: the model calls get_weather, this script answers for it, the model words the result."""
+"""A tool call from start to end: the model calls get_weather, this script answers, the model words the result."""
 
 import json
 import sys
