@@ -95,7 +95,7 @@ def save(reference: Reference, path: Path) -> None:
         arrays[f"top{i}"] = reference.top_ids[i]
         arrays[f"logprob{i}"] = reference.top_logprobs[i]
         arrays[f"rest{i}"] = reference.rest[i]
-    np.savez_compressed(path, **arrays)
+    np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
 
 
 def load(path: Path | None = None) -> Reference:
@@ -115,7 +115,7 @@ def quick(reference: Reference) -> Reference:
     keep = [*range(6), len(reference.work) - 1]
     parts = (reference.positions, reference.top_ids, reference.top_logprobs, reference.rest)
     picked = [tuple(part[i] for i in keep) for part in parts]
-    return Reference(tuple(reference.work[i] for i in keep), *picked)  # type: ignore[arg-type]
+    return Reference(tuple(reference.work[i] for i in keep), *picked)
 
 
 def compare(reference: Reference, target: Target) -> Agreement:

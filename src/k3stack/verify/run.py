@@ -19,9 +19,9 @@ FULL = (2000, 64, 500)
 QUICK = (128, 2, 24)
 THRESHOLDS: Mapping[str, float] = {"tool_calls": 0.95, "long_lookups": 0.95, "conversations": 0.90}
 AGREEMENT: Mapping[str, Mapping[str, float]] = {
-    "float64": {"top1": 0.999, "mean_kl": 1e-6, "max_kl": 1e-3},
-    "float32": {"top1": 0.999, "mean_kl": 1e-6, "max_kl": 1e-3},
-    "bfloat16": {"top1": 0.97, "mean_kl": 2e-2, "max_kl": 5.0},
+    "float64": {"top1": 0.999, "mean_kl": 1e-7, "max_kl": 2e-5},
+    "float32": {"top1": 0.999, "mean_kl": 1e-7, "max_kl": 2e-5},
+    "bfloat16": {"top1": 0.98, "mean_kl": 1e-2, "max_kl": 6.0},
 }
 """By compute dtype; docs/verify.md says what each was measured against."""
 Say = Callable[[str], None]
