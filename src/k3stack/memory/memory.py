@@ -226,7 +226,10 @@ class Memory:
         row.capacity = len(row.pages) * width
         row.length = row.kept_to = hit.position
         row.next_event = (row.shared + 1) * width if self.prefix_cache else NEVER
-        if self.has_states and hit.forked and hit.pages_only - hit.position >= self._interval:
+        # A prompt sent again whole finds its pages to the end, but its own snapshot lies one token too deep: from the
+        # second time on, one is kept at its last page's start.
+        again = row.prompt - 1 - hit.pages_only < width
+        if self.has_states and (hit.forked or again) and hit.pages_only - hit.position >= self._interval:
             row.branch = hit.pages_only if hit.pages_only < row.prompt else 0
 
     def _start(self, row: Row, hit: Hit) -> None:

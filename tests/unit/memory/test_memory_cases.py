@@ -33,6 +33,12 @@ def test_prompt_repeated_is_cut_where_it_can_be_reused_next_time() -> None:
     assert cached == [0, 0, 12]  # 12: its last whole page, 13 at most
 
 
+def test_prompt_repeated_after_an_answer_too_short_to_fill_a_page() -> None:
+    r = rig()
+    prompt = (*PROMPT, 6)
+    assert [r.serve(prompt, 1) for _ in range(3)] == [0, 0, 12]
+
+
 def test_prompt_of_exactly_one_page() -> None:
     r = rig()
     page = PROMPT[:4]
