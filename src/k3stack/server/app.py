@@ -16,7 +16,7 @@ from k3stack.errors import K3Error
 from k3stack.server import chat, completions, dashboard, generate, messages_api, models, native, tokenize
 from k3stack.server.access import KeyGate
 from k3stack.server.http_errors import error_body, error_object, error_response, json_response
-from k3stack.server.schemas import request_body
+from k3stack.server.schemas import openapi_of
 from k3stack.server.service import Service
 from k3stack.server.tracing import TraceParent
 
@@ -63,7 +63,7 @@ def build_app(service: Service) -> FastAPI:
             methods=[method],
             summary=summary,
             response_class=Response,
-            openapi_extra=request_body(path),
+            openapi_extra=openapi_of(path),
             operation_id=f"{method.lower()}_{path}",
         )
     app.add_exception_handler(K3Error, _on_k3_error)
