@@ -7,7 +7,8 @@ from k3stack.scheduler.cost import CorrectedCost, LearnedCost, StepCost
 from k3stack.scheduler.loop import MaskSource, StepLoop
 from k3stack.scheduler.options import SchedulerOptions, SglangEstimate
 from k3stack.scheduler.policies.prefill_first import PrefillFirst
-from k3stack.scheduler.policies.slo import Slo, SloOptions
+from k3stack.scheduler.policies.slo import Slo
+from k3stack.scheduler.policies.slo_options import SloOptions
 from k3stack.scheduler.policy import Decision, Policy, View
 from k3stack.scheduler.request import (
     Event,

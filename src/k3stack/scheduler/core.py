@@ -14,6 +14,9 @@ from k3stack.scheduler.request import Entry, Event, FinishEvent, FinishReason, P
 from k3stack.scheduler.rows import RowTable
 from k3stack.scheduler.seams import Clock, RowMemory
 
+ANSWERS = 256
+"""Lengths of answers that are remembered, for policies to expect others of."""
+
 
 @dataclass(slots=True)
 class Flight:
@@ -73,8 +76,10 @@ class Core:
         """Memory ran out and somebody was preempted: until a request leaves, nobody else starts."""
         self.starting: dict[str, Entry] = {}
         """Streams whose first token is in flight."""
-        self.mean_outputs = 0.0
-        """Output tokens of requests that ended by themselves, a running mean over about 50; 0: none has yet."""
+        self.answers: deque[int] = deque(maxlen=ANSWERS)
+        """Output tokens of the requests that ended by themselves lately."""
+        self.answered = 0
+        """How many have."""
         self.counts: Counter[str] = Counter()
         self._order = 0
 
@@ -240,8 +245,8 @@ class Core:
         entry.phase = Phase.ENDED
         self.counts[reason] += 1
         if reason in ("stop", "length"):
-            weight = 1.0 if not self.mean_outputs else 0.02
-            self.mean_outputs += weight * (entry.outputs - self.mean_outputs)
+            self.answers.append(entry.outputs)
+            self.answered += 1
         self.events.append(
             FinishEvent(
                 rid=entry.rid,

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from k3stack.estimate.work import StepLoad
 from k3stack.scheduler.request import Entry
+from k3stack.scheduler.rows import Schedules
 
 
 class View(Protocol):
@@ -43,10 +44,9 @@ class View(Protocol):
         """Streams whose first token is in flight."""
         ...
 
-    def schedules(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """When the next token of each stream is due (its whole schedule so far met), seconds on the clock, and its
-        pace, seconds a token. inf where there is no deadline, or where the first token came too late for the target;
-        ``starting`` have none yet."""
+    def schedules(self) -> Schedules:
+        """Of the streams. ``starting`` ones have no deadline yet, and those have none any more whose first token came
+        too late for their target."""
         ...
 
     @property
@@ -59,9 +59,8 @@ class View(Protocol):
         once in a while only."""
         ...
 
-    @property
-    def mean_outputs(self) -> float:
-        """Mean output of requests that ended lately; 0: none has yet."""
+    def answers(self) -> npt.NDArray[np.int64]:
+        """Output tokens of the requests that ended by themselves lately, ascending."""
         ...
 
     @property

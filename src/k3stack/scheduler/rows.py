@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,19 @@ import numpy.typing as npt
 from k3stack.scheduler.request import Entry
 
 NEVER = 1 << 62
+
+
+class Schedules(NamedTuple):
+    """Of all streams, side by side, once the steps planned have run."""
+
+    due: npt.NDArray[np.float64]
+    """When the next token is due, seconds on the scheduler's clock; inf: no deadline."""
+    pace: npt.NDArray[np.float64]
+    """Seconds a token may take on average."""
+    outputs: npt.NDArray[np.int64]
+    """Tokens each will have."""
+    left: npt.NDArray[np.int64]
+    """Tokens that each could still get by its limit."""
 
 
 class RowTable:
@@ -26,6 +40,9 @@ class RowTable:
         self.due0: npt.NDArray[np.float64] = np.full(rows, np.inf)
         self.pace: npt.NDArray[np.float64] = np.zeros(rows)
         """The row's next token is due at ``due0 + pace * length`` (``Entry.due0``)."""
+        self.prompt: npt.NDArray[np.int64] = np.zeros(rows, np.int64)
+        self.final: npt.NDArray[np.int64] = np.zeros(rows, np.int64)
+        """``Entry.prompt_len`` and ``Entry.final`` of the row."""
         self.room = [0] * rows
         """Tokens that the row's pages have room for."""
         self.snap = [NEVER] * rows
@@ -60,6 +77,7 @@ class RowTable:
         self.room[row] = 0
         self.snap[row] = NEVER
         self.due0[row] = np.inf
+        self.prompt[row], self.final[row] = entry.prompt_len, entry.final
         return row
 
     def drop(self, entry: Entry) -> None:
@@ -103,12 +121,15 @@ class RowTable:
         late = self.length[rows] >= self.horizon[rows]
         return rows[late].tolist() if late.any() else []
 
-    def schedules(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """When the next token of each decode row is due, on the scheduler's clock (inf: no deadline), and its pace."""
+    def schedules(self, special: list[Entry]) -> Schedules:
+        """Of the decode rows, and of those of ``special``."""
         self._refresh()
         rows = self._array
-        pace = self.pace[rows]
-        return self.due0[rows] + pace * self.length[rows], pace
+        if special:
+            rows = np.concatenate((rows, np.array([e.row for e in special], np.intp)))
+        pace, length = self.pace[rows], self.length[rows]
+        outputs = length - self.prompt[rows] + 1
+        return Schedules(self.due0[rows] + pace * length, pace, outputs, self.final[rows] - length)
 
     def context(self, rows: tuple[int, ...]) -> int:
         """Lengths of ``rows`` together."""

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from k3stack.scheduler.core import Core
 from k3stack.scheduler.request import Entry, Phase
+from k3stack.scheduler.rows import Schedules
 
 LOOKUP_S = 1.0
 """Age at which the look-up of a waiting prompt's cached prefix is repeated, if memory has changed since."""
@@ -21,6 +22,8 @@ class CoreView:
         self._core = core
         self._found: dict[str, tuple[float, int, int]] = {}
         """Of waiting requests: when looked up, at which epoch of memory, tokens not cached."""
+        self._answers: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._answered = 0
 
     @property
     def now(self) -> float:
@@ -42,14 +45,8 @@ class CoreView:
     def starting(self) -> Collection[Entry]:
         return self._core.starting.values()
 
-    def schedules(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        rows, special = self._core.rows, self._core.special
-        dues, paces = rows.schedules()
-        if special:
-            at = np.array([e.row for e in special], np.intp)
-            dues = np.concatenate((dues, rows.due0[at] + rows.pace[at] * rows.length[at]))
-            paces = np.concatenate((paces, rows.pace[at]))
-        return dues, paces
+    def schedules(self) -> Schedules:
+        return self._core.rows.schedules(self._core.special)
 
     @property
     def context(self) -> int:
@@ -69,9 +66,11 @@ class CoreView:
             self._found[entry.rid] = found
         return found[2]
 
-    @property
-    def mean_outputs(self) -> float:
-        return self._core.mean_outputs
+    def answers(self) -> npt.NDArray[np.int64]:
+        core = self._core
+        if len(self._answers) != len(core.answers) or self._answered != core.answered:
+            self._answers, self._answered = np.sort(np.array(core.answers, np.int64)), core.answered
+        return self._answers
 
     @property
     def free_rows(self) -> int:

@@ -11,28 +11,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
-from k3stack.errors import UserError
 from k3stack.estimate.work import StepLoad
 from k3stack.scheduler.cost import CorrectedCost, LearningCost, StepCost
 from k3stack.scheduler.policies.deadlines import Prompt, in_order
+from k3stack.scheduler.policies.slo_options import SloOptions
+from k3stack.scheduler.policies.streams import Streams, mean_answer
 from k3stack.scheduler.policy import Decision, View
 from k3stack.scheduler.request import Entry
 
 DECODE = Decision()
 INF = float("inf")
-DEFAULT_ANSWER = 200.0
-"""Tokens of an answer before any has ended."""
 LOOK_AHEAD = 256
 """Waiting requests, in the order of their turn, that are considered each time."""
-LEAST_GAIN = 0.02
-"""Of its pace: slack that a stream is taken to win by a step at least, so that estimates stay finite."""
-MOST_DECODE = 0.8
-"""Share of the device that streams are taken to need at most, when estimating how long prompts take beside them."""
 GUARD_EARLY = 0.8
 """The guard acts at this share of its time: a step in flight has to end first, and its share of the time may be taken.
 """
@@ -42,81 +36,6 @@ LEAST_CHUNK = 64
 """Tokens below which a chunk is not cut."""
 GAP_MARGIN = 0.95
 """Share of the bound on the longest gap that a predicted step may take."""
-
-
-@dataclass(frozen=True, slots=True)
-class SloOptions:
-    """How policy ``slo`` trades. ``validate`` raises UserError naming the field."""
-
-    guard_s: float = 20.0
-    """No request waits longer than this for its start, as far as ``guard_share`` allows."""
-    guard_share: float = 0.25
-    """Most of the time that prompts started by the guard may take while others could still be on time."""
-    risk: float = 0.6
-    """A prompt that waiting would make late is begun although streams have no room for it, if fewer streams than this
-    are to be expected to miss their target for it. 0: never."""
-    max_gap_s: float | None = None
-    """Longest time between two tokens of a stream that a step may cause; chunks are cut to keep it."""
-    mixed: bool = True
-    """Streams decode in the same step as a chunk."""
-    outside_s: float = 0.0
-    """Time between the end of a prompt's last step and the moment its first token counts as delivered."""
-
-    def validate(self) -> SloOptions:
-        if self.guard_s <= 0 or not 0 < self.guard_share <= 1 or self.outside_s < 0:
-            raise UserError(
-                f"guard {self.guard_s:g} s, guard share {self.guard_share:g}, outside {self.outside_s:g} s: the guard "
-                "must be above 0, its share above 0 and at most 1, the time outside 0 or more",
-                param="guard_s",
-            )
-        if self.max_gap_s is not None and self.max_gap_s <= 0:
-            raise UserError(f"max_gap_s is {self.max_gap_s:g}; it must be above 0", param="max_gap_s")
-        return self
-
-
-class Streams:
-    """The streams that can still meet their target, as they will be at ``start``."""
-
-    def __init__(
-        self,
-        start: float,
-        load: StepLoad,
-        step: float,
-        slack: npt.NDArray[np.float64],
-        pace: npt.NDArray[np.float64],
-        answer: float,
-        mixed: bool,
-    ) -> None:
-        self.start = start
-        self.load = load
-        self.step = step
-        """Seconds of one decode step of all streams."""
-        self.slack = slack
-        """Seconds that each one's next token may come after ``start``."""
-        self.answer = answer
-        self.gain = np.maximum(pace - step, LEAST_GAIN * pace)
-        """Slack that each one wins by a decode step."""
-        self.room = INF
-        """Seconds that a step with a chunk may take before one of them is late."""
-        self.stretch = 1.0
-        """By how much the streams' needs stretch the time that prompts take."""
-        if len(slack):
-            self.room = float(slack.min()) - (0.0 if mixed else step)
-            self.stretch = 1.0 / (1.0 - min(step / float(pace.min()), MOST_DECODE))
-
-    def wait(self, seconds: float) -> float:
-        """How long to decode until a step of so many seconds has room."""
-        if not len(self.slack):
-            return 0.0
-        return max(0.0, float(((seconds - self.slack) / self.gain).max())) * self.step
-
-    def risk(self, seconds: float) -> float:
-        """Streams that are to be expected to end before they have made up for a step of so many seconds now, their
-        answers ending anywhere with the same probability."""
-        if not len(self.slack):
-            return 0.0
-        behind = np.maximum(seconds - self.slack, 0.0) / self.gain
-        return float((1.0 - np.exp(-behind / self.answer)).sum())
 
 
 class Slo:
@@ -180,19 +99,17 @@ class Slo:
         return self._fill(view, prompts, on_time, streams, room)
 
     def _streams(self, view: View, start: float, load: StepLoad, step: float) -> Streams:
-        dues, paces = view.schedules()
-        answer = view.mean_outputs or DEFAULT_ANSWER
-        # A stream that lags by more than it can be expected to make up again is given up.
-        live = (dues < INF) & (dues > start - answer * np.maximum(paces - step, 0.0))
-        slack, pace = (dues[live] - start).tolist(), paces[live].tolist()
-        for entry in view.starting:
-            if entry.request.whole and entry.pace < INF:
-                slack.append(entry.first_due + 2 * entry.pace - start)
-                pace.append(entry.pace)
-            elif start <= entry.first_due < INF:
-                slack.append(entry.pace)
-                pace.append(entry.pace)
-        return Streams(start, load, step, np.array(slack), np.array(pace), answer, self.options.mixed)
+        schedules = view.schedules()
+        slack, pace = schedules.due - start, schedules.pace
+        outputs, left = schedules.outputs.astype(np.float64), schedules.left.astype(np.float64)
+        live = slack < INF
+        starting = [(e, _first_slack(e, start)) for e in view.starting]
+        first = [(s, e.pace, 1.0, e.limit - 1.0) for e, s in starting if s < INF]
+        columns = [c[live] for c in (slack, pace, outputs, left)]
+        if first:
+            columns = [np.concatenate((c, f)) for c, f in zip(columns, np.array(first).T, strict=True)]
+        slack, pace, outputs, left = columns
+        return Streams(start, load, step, slack, pace, outputs, left, view.answers(), self.options)
 
     def _worth(self, prompt: Prompt, streams: Streams, chunk: int) -> bool:
         """Waiting for room would make ``prompt`` late, and few streams are to be feared for if it is begun now."""
@@ -213,7 +130,7 @@ class Slo:
         due = entry.first_due - self.options.outside_s
         if entry.request.whole:
             # Its last token counts: while it decodes faster than its pace it makes up for a late start.
-            answer = min(view.mean_outputs or DEFAULT_ANSWER, entry.limit)
+            answer = entry.limit if self.options.told_lengths else min(mean_answer(view.answers()), entry.limit)
             due += answer * max(0.0, entry.pace - step)
         elif entry.first_at is not None and entry.due0 < INF:
             due = entry.due0 + entry.pace * len(entry.ids)  # it was preempted, and its next token is due
@@ -296,6 +213,13 @@ class Slo:
             else:
                 high = mid
         return low
+
+
+def _first_slack(entry: Entry, start: float) -> float:
+    """Seconds after ``start`` at which the second token of a stream is due whose first is in flight until then."""
+    if entry.request.whole:
+        return entry.first_due + 2 * entry.pace - start
+    return entry.pace if start <= entry.first_due < INF else INF
 
 
 def with_chunk(load: StepLoad, prefix: int, tokens: int) -> StepLoad:
