@@ -108,6 +108,11 @@ class LearningPolicy(Policy, Protocol):
         """The oldest plan in flight has come back after so many seconds on the device; None: it failed."""
         ...
 
+    def skipped(self, loads: Sequence[StepLoad], since: float) -> None:
+        """A simulator has left out steps while nothing but streams was there: now ``loads`` are in flight, and the
+        oldest of them began at ``since``."""
+        ...
+
     def forget(self) -> None:
         """Plans in flight will not come back."""
         ...

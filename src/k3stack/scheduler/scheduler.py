@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from k3stack.errors import BugError
+from k3stack.estimate.work import StepLoad
 from k3stack.scheduler.committing import Committer
 from k3stack.scheduler.core import Core
 from k3stack.scheduler.limits import Limits, lone_tokens
@@ -164,6 +165,11 @@ class Scheduler:
     def skip(self, turns: int, first: tuple[int, ...], stride: int) -> None:
         """For a simulator: apply ``turns`` such turns at once, without events (see ``stretch.skip``)."""
         skip(self._core, self._rules, turns, first, stride)
+
+    def skipped(self, loads: Sequence[StepLoad], since: float) -> None:
+        """For a simulator, after ``skip``: what is in flight now, and when the oldest of it began."""
+        if self._planner.learner is not None:
+            self._planner.learner.skipped(loads, since)
 
     @property
     def decoding_rids(self) -> list[str]:

@@ -104,7 +104,9 @@ class SimServer:
         oldest = self.loop.flights[0]
         assert isinstance(oldest, ModelledStep)
         self.scheduler.skip(len(times), oldest.result.groups[0].tokens, self.executor.stride)
-        self.loop.flights = deque(self.executor.skip(len(times)))
+        steps = self.executor.skip(len(times))
+        self.loop.flights = deque(steps)
+        self.scheduler.skipped([step.load for step in steps], times[-1])
         self.steps += len(times)
         self._receiver.stream(self, self.scheduler.decoding_rids, times)
 

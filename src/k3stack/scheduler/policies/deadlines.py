@@ -45,19 +45,25 @@ def in_time(prompts: Sequence[Prompt], start: float, stretch: float) -> list[Pro
 def in_order(prompts: Sequence[Prompt], start: float, stretch: float) -> tuple[list[Prompt], set[int]]:
     """The order to compute ``prompts`` in, and the ``order`` of those that are to be on time.
 
-    First those already begun; then a higher priority before a lower one, and in each those that can be on time by
-    deadline before the others by arrival.
+    A higher priority before a lower one. In each, those already begun that can be on time, the others that can by
+    deadline, those begun, the rest by arrival.
     """
-    result = [p for p in prompts if p.entry.phase is Phase.PREFILL]
-    t = start + sum(p.seconds for p in result) * stretch
-    on_time = {p.order for p in result if start + p.seconds <= p.due}
-    waiting = sorted(p for p in prompts if p.entry.phase is Phase.WAITING)
-    for priority in sorted({p.entry.request.priority for p in waiting}, reverse=True):
-        level = [p for p in waiting if p.entry.request.priority == priority]
-        kept = in_time(level, t, stretch)
+    result: list[Prompt] = []
+    on_time: set[int] = set()
+    t = start
+    levels: dict[int, list[Prompt]] = {}
+    for p in sorted(prompts):
+        levels.setdefault(p.entry.request.priority, []).append(p)
+    for priority in sorted(levels, reverse=True):
+        level = levels[priority]
+        kept = [p for p in level if p.entry.phase is Phase.PREFILL and start + p.seconds <= p.due]
         t += sum(p.seconds for p in kept) * stretch
+        fresh = in_time([p for p in level if p.entry.phase is Phase.WAITING], t, stretch)
+        t += sum(p.seconds for p in fresh) * stretch
+        kept += fresh
         chosen = {p.order for p in kept}
-        result += kept
-        result += sorted((p for p in level if p.order not in chosen), key=lambda p: p.order)
+        rest = [p for p in level if p.order not in chosen]
+        rest.sort(key=lambda p: (p.entry.phase is not Phase.PREFILL, p.order))
+        result += kept + rest
         on_time |= chosen
     return result, on_time

@@ -27,7 +27,7 @@ DECODE = Decision()
 INF = float("inf")
 LOOK_AHEAD = 256
 """Waiting requests, in the order of their turn, that are considered each time."""
-GUARD_EARLY = 0.8
+GUARD_EARLY = 0.7
 """The guard acts at this share of its time: a step in flight has to end first, and its share of the time may be taken.
 """
 PREDICT_S = 2.0
@@ -44,7 +44,10 @@ class Slo:
     def __init__(self, cost: StepCost, options: SloOptions | None = None) -> None:
         self.options = (options or SloOptions()).validate()
         self.cost: LearningCost = cost if isinstance(cost, LearningCost) else CorrectedCost(cost)
-        self._flights: deque[tuple[StepLoad, float]] = deque()
+        self._flights: deque[tuple[StepLoad, float, bool]] = deque()
+        """Of each plan in flight: its load, the seconds it is predicted to take, and whether to learn from it."""
+        self._quiet = False
+        """At the last decision there was nothing but streams."""
         self._since = 0.0
         """When the oldest plan in flight began, as far as known."""
         self._standing = 0.0
@@ -63,25 +66,36 @@ class Slo:
             self._since = now
         seconds = self.cost.seconds(load)
         self._standing = 0.0 if load.decode_rows else self._standing + seconds
-        self._flights.append((load, seconds))
+        self._flights.append((load, seconds, not self._quiet))
 
     def observed(self, seconds: float | None, now: float) -> None:
-        load, _ = self._flights.popleft()
+        load, _, telling = self._flights.popleft()
         self._since = now
-        if seconds is not None:
+        if seconds is not None and telling:
             self.cost.learn(load, seconds)
 
     def forget(self) -> None:
         self._flights.clear()
 
+    @property
+    def decodes_alone(self) -> bool:
+        """Steps while nothing but streams is there leave no trace, apart from what ``skipped`` is told."""
+        return not any(telling for _, _, telling in self._flights)
+
+    def skipped(self, loads: Sequence[StepLoad], since: float) -> None:
+        self._flights = deque((load, self.cost.seconds(load), False) for load in loads)
+        self._since = since
+        self._standing = 0.0
+
     # -- decisions ------------------------------------------------------------------------------------------------
 
     def decide(self, view: View) -> Decision:
         waiting, prefilling = view.waiting, view.prefilling
-        if not waiting and not prefilling:
+        self._quiet = not waiting and not prefilling
+        if self._quiet:
             return DECODE
         now = view.now
-        start = max(now, self._since + sum(s for _, s in self._flights)) if self._flights else now
+        start = max(now, self._since + sum(s for _, s, _ in self._flights)) if self._flights else now
         load = StepLoad(decode_rows=view.decoding, decode_context=view.context, samples=view.decoding)
         step = self.cost.seconds(load) if view.decoding else 0.0
         streams = self._streams(view, start, load, step)
