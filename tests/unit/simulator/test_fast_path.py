@@ -34,11 +34,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("engine", ["k3", "sglang"])
-@pytest.mark.parametrize("case", CASES)
-def test_the_fast_path_changes_nothing(case: str, engine: str) -> None:
+RUNS = [(case, engine, "prefill-first") for case in CASES for engine in ("k3", "sglang")]
+RUNS += [(case, "k3", "slo") for case in CASES if case != "wide domain"]
+
+
+@pytest.mark.parametrize(("case", "engine", "policy"), RUNS)
+def test_the_fast_path_changes_nothing(case: str, engine: str, policy: str) -> None:
     name, workload = CASES[case]
-    settings = SimSettings(engine=engine, policy="prefill-first")  # type: ignore[arg-type]
+    settings = SimSettings(engine=engine, policy=policy)  # type: ignore[arg-type]
     runs = [
         simulate(load_scenario(name), workload, replace(settings, fast_path=fast), token_times=True)
         for fast in (True, False)

@@ -23,6 +23,8 @@ from k3stack.scheduler.policies.streams import Streams, mean_answer
 from k3stack.scheduler.policy import Decision, View
 from k3stack.scheduler.request import Entry
 
+__all__ = ["Slo", "SloOptions"]
+
 DECODE = Decision()
 INF = float("inf")
 LOOK_AHEAD = 256
@@ -32,6 +34,8 @@ GUARD_EARLY = 0.7
 """
 PREDICT_S = 2.0
 """Age at which the prediction for a waiting prompt is made anew, with what steps have taught since."""
+LESSONS = 4
+"""Decode steps after the last prompt was planned that the cost of steps is still learned from."""
 LEAST_CHUNK = 64
 """Tokens below which a chunk is not cut."""
 GAP_MARGIN = 0.95
@@ -46,8 +50,8 @@ class Slo:
         self.cost: LearningCost = cost if isinstance(cost, LearningCost) else CorrectedCost(cost)
         self._flights: deque[tuple[StepLoad, float, bool]] = deque()
         """Of each plan in flight: its load, the seconds it is predicted to take, and whether to learn from it."""
-        self._quiet = False
-        """At the last decision there was nothing but streams."""
+        self._lessons = LESSONS
+        """Plans that will still be learned from while there is nothing but streams."""
         self._since = 0.0
         """When the oldest plan in flight began, as far as known."""
         self._standing = 0.0
@@ -66,7 +70,8 @@ class Slo:
             self._since = now
         seconds = self.cost.seconds(load)
         self._standing = 0.0 if load.decode_rows else self._standing + seconds
-        self._flights.append((load, seconds, not self._quiet))
+        self._flights.append((load, seconds, self._lessons > 0))
+        self._lessons = max(0, self._lessons - 1)
 
     def observed(self, seconds: float | None, now: float) -> None:
         load, _, telling = self._flights.popleft()
@@ -79,21 +84,22 @@ class Slo:
 
     @property
     def decodes_alone(self) -> bool:
-        """Steps while nothing but streams is there leave no trace, apart from what ``skipped`` is told."""
-        return not any(telling for _, _, telling in self._flights)
+        """From now on steps while nothing but streams is there leave no trace, apart from what ``skipped`` is told."""
+        return self._lessons <= 0 and not any(telling for _, _, telling in self._flights)
 
     def skipped(self, loads: Sequence[StepLoad], since: float) -> None:
         self._flights = deque((load, self.cost.seconds(load), False) for load in loads)
         self._since = since
         self._standing = 0.0
+        self._lessons = 0
 
     # -- decisions ------------------------------------------------------------------------------------------------
 
     def decide(self, view: View) -> Decision:
         waiting, prefilling = view.waiting, view.prefilling
-        self._quiet = not waiting and not prefilling
-        if self._quiet:
+        if not waiting and not prefilling:
             return DECODE
+        self._lessons = LESSONS
         now = view.now
         start = max(now, self._since + sum(s for _, s, _ in self._flights)) if self._flights else now
         load = StepLoad(decode_rows=view.decoding, decode_context=view.context, samples=view.decoding)
