@@ -1,0 +1,87 @@
+"""A few hundred mutated requests against a server process; benchmarks/fuzz_chat.py sends thousands."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from benchmarks.fuzz_chat import Found, check, fuzz, left_behind
+from benchmarks.mutations import SEEDS, as_bytes, mutate, request
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """A server process with a scripted engine: its limit on recursion is what a user's is."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "scripted_worker.py"), "--tokens", "20", "--step-ms", "1"]
+    with subprocess.Popen(
+        [*command, "--port", "0", "--disable-request-log"],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+            assert process.wait(30) == 0
+
+
+def test_mutated_requests_find_nothing_wrong(server: str) -> None:
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)  # to write the deep ones
+    try:
+        found = asyncio.run(fuzz(server, 300, 16, seed=0, timeout_s=30))
+    finally:
+        sys.setrecursionlimit(limit)
+    assert found.wrong == []
+    assert found.statuses["200"] > 30 and found.statuses["400"] > 60
+    assert not any(left_behind(server).values())
+
+
+def test_seeds_are_served_when_nothing_is_changed(server: str) -> None:
+    """Else the mutations would start from what is refused anyway."""
+    import httpx
+
+    for path in ("/v1/completions", "/generate", "/tokenize", "/detokenize", "/v1/messages"):
+        for body in SEEDS[path]:
+            if "max_tokens" not in body and path == "/v1/messages":
+                body = {**body, "max_tokens": 2}
+            answer = httpx.post(f"{server}{path}", json=body, timeout=30)
+            assert answer.status_code == 200, (path, body, answer.text)
+
+
+def test_same_seed_same_requests() -> None:
+    twice = [[request(random.Random(f"7-{i}"), list(SEEDS)) for i in range(50)] for _ in range(2)]
+    assert twice[0] == twice[1]
+
+
+def test_mutations_leave_the_original_alone() -> None:
+    rng = random.Random(0)
+    before = json.dumps(SEEDS)
+    for _ in range(200):
+        body = rng.choice(SEEDS["/v1/chat/completions"])
+        as_bytes(rng, mutate(rng, body))
+    assert json.dumps(SEEDS) == before
+
+
+@pytest.mark.parametrize(
+    ("status", "head", "body"),
+    [
+        (500, b"content-type: application/json", b'{"error": {"message": "x"}}'),
+        (400, b"content-type: application/json", b'{"detail": "x"}'),
+        (200, b"content-type: application/json", b'{"a":'),
+        (200, b"content-type: text/event-stream", b'data: {"a": 1}\n\n'),
+        (200, b"content-type: text/event-stream", b'data: {"error": {"message": "x"}}\n\n'),
+        (200, b"content-type: text/event-stream\r\ntransfer-encoding: chunked", b"5\r\ndata:\r\n"),
+        (0, b"", b""),
+    ],
+)
+def test_what_counts_as_wrong(status: int, head: bytes, body: bytes) -> None:
+    assert check(status, head, body, Found())
