@@ -101,7 +101,8 @@ def vllm(job: Job) -> list[str]:
         "--model", job.model, "--tokenizer", str(job.tokenizer), "--dataset-name", "random",
         "--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT), "--num-prompts", str(job.requests),
         "--max-concurrency", str(job.concurrency), "--ignore-eos", "--save-result",
-        "--result-dir", str(job.out), "--result-filename", "result.json",
+        # It counts deltas of `content` and `reasoning`, not of `reasoning_content`, and fails an answer without any.
+        "--extra-body", '{"chat_template_kwargs": {"thinking": false}}', "--result-dir", str(job.out), "--result-filename", "result.json",
     ]  # fmt: skip
 
 
