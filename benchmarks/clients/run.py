@@ -101,8 +101,7 @@ def vllm(job: Job) -> list[str]:
         "--model", job.model, "--tokenizer", str(job.tokenizer), "--dataset-name", "random",
         "--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT), "--num-prompts", str(job.requests),
         "--max-concurrency", str(job.concurrency), "--ignore-eos", "--save-result",
-        # It counts deltas of `content` and `reasoning`, not of `reasoning_content`, and fails an answer without any.
-        "--extra-body", '{"chat_template_kwargs": {"thinking": false}}', "--result-dir", str(job.out), "--result-filename", "result.json",
+        "--result-dir", str(job.out), "--result-filename", "result.json",
     ]  # fmt: skip
 
 

@@ -22,7 +22,9 @@ class ToolCallIds:
         count = 0
         largest = -1
         for message in messages:
-            calls = message.get("tool_calls") or ()
+            calls = message.get("tool_calls")
+            if not isinstance(calls, list):  # only an assistant's are looked at when they are rendered
+                calls = []
             count += len(calls)
             ids = [call.get("id") for call in calls if isinstance(call, Mapping)]
             for given in (*ids, message.get("tool_call_id")):

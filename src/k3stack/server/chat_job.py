@@ -75,6 +75,8 @@ class WholeAnswer:
         """The assistant message; members without content are left out, save ``content`` itself."""
         parsed = self._collector.result(self._choice.finish_reason)
         message = parsed.to_message([self._choice.call_id(index) for index in self._choice.complete])
+        if (reasoning := message.get("reasoning_content")) is not None:
+            message["reasoning"] = reasoning  # by the name that vLLM gives it
         for index, call in enumerate(message.get("tool_calls", ())):
             call["index"] = index
         return message

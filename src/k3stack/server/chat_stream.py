@@ -53,7 +53,8 @@ class ChoiceFrames:
         if isinstance(delta, Content):
             return self._content + _json(delta.text) + b"}" + self._close(b"null")
         if isinstance(delta, Reasoning):
-            return self._reasoning + _json(delta.text) + b"}" + self._close(b"null")
+            text = _json(delta.text)
+            return self._reasoning + text + b',"reasoning":' + text + b"}" + self._close(b"null")
         if isinstance(delta, ToolCallStart):
             head = b'{"tool_calls":[{"index":%d,"id":%s,"type":"function","function":{"name":%s,"arguments":""}}]}' % (
                 delta.index,

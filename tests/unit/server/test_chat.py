@@ -32,6 +32,7 @@ def collect(stream: Any) -> dict[str, Any]:
             delta = choice.delta
             got["content"] += delta.content or ""
             got["reasoning"] += getattr(delta, "reasoning_content", None) or ""
+            assert getattr(delta, "reasoning", None) == getattr(delta, "reasoning_content", None)
             for piece in delta.tool_calls or ():
                 entry = got["calls"].setdefault(piece.index, {"id": "", "name": "", "arguments": ""})
                 entry["id"] += piece.id or ""
@@ -46,6 +47,7 @@ def test_a_whole_answer() -> None:
         got = live.client.chat.completions.create(model="tiny", messages=HI)
     message = got.choices[0].message
     assert (message.content, message.reasoning_content) == ("Hello → you", "hmm, ü")  # type: ignore[attr-defined]
+    assert message.reasoning == message.reasoning_content  # type: ignore[attr-defined]
     assert got.choices[0].finish_reason == "stop"
     assert message.tool_calls is None
     assert got.usage is not None and got.usage.prompt_tokens == len(live.engine.submits[0].prompt_ids)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from benchmarks.fuzz_chat import Found, check, fuzz, left_behind
 from benchmarks.mutations import SEEDS, as_bytes, mutate, request
@@ -47,14 +48,19 @@ def test_mutated_requests_find_nothing_wrong(server: str) -> None:
 
 def test_seeds_are_served_when_nothing_is_changed(server: str) -> None:
     """Else the mutations would start from what is refused anyway."""
-    import httpx
-
     for path in ("/v1/completions", "/generate", "/tokenize", "/detokenize", "/v1/messages"):
         for body in SEEDS[path]:
             if "max_tokens" not in body and path == "/v1/messages":
                 body = {**body, "max_tokens": 2}
             answer = httpx.post(f"{server}{path}", json=body, timeout=30)
             assert answer.status_code == 200, (path, body, answer.text)
+
+
+def test_tool_calls_of_another_type_on_a_user_message(server: str) -> None:
+    """Found by the fuzzer: the ids of an answer's calls were counted from it, and it has no length."""
+    for calls in (-5, True, "x", {"a": 1}, [7]):
+        body = {"messages": [{"role": "user", "content": "Hi", "tool_calls": calls}], "max_tokens": 2}
+        assert httpx.post(f"{server}/v1/chat/completions", json=body, timeout=30).status_code in (200, 400)
 
 
 def test_same_seed_same_requests() -> None:
