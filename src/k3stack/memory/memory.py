@@ -378,6 +378,11 @@ class Memory:
         self._room.compact(ops)
         return self._with_owed(ops)
 
+    def rest(self) -> None:
+        """Work put off so far, of a length that goes with closed rows' contexts: for when the device is busy. Left
+        out, the next call that needs it does it."""
+        self._tree.settle()
+
     def flush(self) -> None:
         """Drop everything evictable: all snapshots and pages that no running row holds."""
         self._tree.settle()

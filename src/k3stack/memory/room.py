@@ -14,6 +14,10 @@ from k3stack.memory.retention import Retention
 from k3stack.memory.rows import Row
 from k3stack.memory.tree import PrefixTree, Snapshot
 
+SETTLED_AT_ONCE = 64
+"""Nodes of closed rows' paths that are unlocked before each eviction: what nobody needs is at the paths' ends, and a
+long path is not to hold up a plan."""
+
 
 class Room:
     """Supplies blocks and pages, at the cost of what is merely kept."""
@@ -54,12 +58,11 @@ class Room:
 
     def could(self, blocks: int, pages: int) -> bool:
         """True when ``blocks`` and ``pages`` could be supplied after evicting all that is evictable (pins apart)."""
-        if self._could(blocks, pages):
-            return True
-        if not self._tree.leaving:
-            return False
-        self._tree.settle()
-        return self._could(blocks, pages)
+        while not self._could(blocks, pages):
+            if not self._tree.leaving:
+                return False
+            self._tree.settle(SETTLED_AT_ONCE)
+        return True
 
     def _could(self, blocks: int, pages: int) -> bool:
         arena = self._arena
@@ -83,7 +86,7 @@ class Room:
             short_of_pages = self._pages_short(blocks, pages)
             if not short_of_states and not short_of_pages and self._arena.free_blocks >= blocks:
                 return True
-            self._tree.settle()
+            self._tree.settle(SETTLED_AT_ONCE)
             if not short_of_states:
                 if not short_of_pages and self.compact(ops):
                     continue
@@ -91,7 +94,9 @@ class Room:
                     self.evicted_pages += self._tree.remove_orphans(short_of_pages or self._arena.pages_per_block)
                     continue
             if not self._evict(spare, pages):
-                return False
+                if not self._tree.leaving:
+                    return False
+                self._tree.settle()
 
     def _short_of_states(self, blocks: int) -> bool:
         return self.max_states is not None and self._arena.states + blocks > self.max_states
@@ -165,7 +170,7 @@ class Room:
         while self._arena.free_blocks < 1 or self._short_of_states(1):
             if not self.could(1, 0):
                 return False
-            self._tree.settle()
+            self._tree.settle(SETTLED_AT_ONCE)
             victim = self._retention.victim()
             if victim is None or not self._retention.better(gain, fork, victim):
                 return False

@@ -193,11 +193,15 @@ class PrefixTree:
             step.locks += 1
             step = step.parent
 
-    def settle(self) -> None:
-        """Unlock the paths of closed rows."""
+    def settle(self, most: int = 1 << 62) -> None:
+        """Unlock the paths of closed rows, from their ends, up to so many nodes."""
         while self.leaving:
             step = self.leaving.pop()
             while step.parent is not None:
+                if not most:
+                    self.leaving.append(step)
+                    return
+                most -= 1
                 step.locks -= 1
                 if not step.locks:
                     self.locked -= 1

@@ -80,6 +80,8 @@ class Core:
         """Output tokens of the requests that ended by themselves lately."""
         self.answered = 0
         """How many have."""
+        self.gone: list[Entry] = []
+        """Ended ones, kept until there is time to free their tokens one by one."""
         self.counts: Counter[str] = Counter()
         self._order = 0
 
@@ -243,6 +245,7 @@ class Core:
         else:
             self.queue.remove(entry)
         entry.phase = Phase.ENDED
+        self.gone.append(entry)
         self.counts[reason] += 1
         if reason in ("stop", "length"):
             self.answers.append(entry.outputs)

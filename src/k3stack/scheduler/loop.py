@@ -37,6 +37,7 @@ class StepLoop:
         self.launch()
         if not self.flights:
             return False
+        self.scheduler.rest()
         self.land()
         return True
 

@@ -176,6 +176,11 @@ class Scheduler:
         """Requests of the decode set, in its order."""
         return [entry.rid for entry in self._core.rows.decode_set()[1]]
 
+    def rest(self) -> None:
+        """Do what can be done while the device works and nothing else is to do."""
+        self._core.memory.rest()
+        self._core.gone.clear()
+
     def take_events(self) -> list[Event]:
         """What happened since the last call, in order."""
         core = self._core
