@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from k3stack.config.geometry import parse_geometry
@@ -207,6 +207,35 @@ def export(model: Nano, folder: Path, tokenizer: Path, context: int = 16384) -> 
     )
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     return sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+
+
+@torch.no_grad()
+def read(folder: Path) -> Nano:
+    """The training network from an exported checkpoint; experts hold exactly the values of their MXFP4 codes.
+
+    Training can go on from here without the folder that ``train`` left.
+    """
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    c = NanoConfig()
+    if (text["hidden_size"], text["num_hidden_layers"], text["num_experts"]) != (c.hidden, c.layers, c.experts):
+        raise ValueError(f"{folder}: not of the shape of NanoConfig")
+    stored: dict[str, Tensor] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        stored |= load_file(shard)
+    model = Nano(c)
+    for name, view in tensors(model).items():
+        if not name.endswith(("A_log", "weight_packed", "weight_scale")):
+            view.detach().copy_(stored[name])
+    for i, layer in enumerate(model.layers):
+        prefix = f"language_model.model.layers.{i}."
+        if isinstance(layer.attn, Kda):
+            layer.attn.a_log.copy_(stored[f"{prefix}self_attn.A_log"][: c.heads])
+        if isinstance(layer.ff, Moe):
+            for name in ("w1", "w2", "w3"):
+                for e in range(c.experts):
+                    at = f"{prefix}block_sparse_moe.experts.{e}.{name}.weight"
+                    getattr(layer.ff, name)[e].copy_(mxfp4.unpack(stored[f"{at}_packed"], stored[f"{at}_scale"]))
+    return model
 
 
 def main() -> None:

@@ -43,3 +43,10 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
     nibble = (index + 8 * (code < 0)).to(torch.uint8)
     packed = nibble[..., 0::2] | (nibble[..., 1::2] << 4)
     return packed.contiguous(), (exponent.squeeze(-1) + 127).to(torch.uint8).contiguous()
+
+
+def unpack(packed: Tensor, scale: Tensor) -> Tensor:
+    """The values of ``pack``'s result, [..., out, in] float32."""
+    table = torch.tensor([*VALUES, *(-v for v in VALUES)])
+    values = torch.stack((table[(packed & 15).long()], table[(packed >> 4).long()]), -1).flatten(-2)
+    return (values.unflatten(-1, (-1, GROUP)) * torch.exp2(scale.float() - 127)[..., None]).flatten(-2)

@@ -122,6 +122,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     meta: dict[str, Any] = {"seconds": 0.0, "steps": 0, "tokens": 0, "starts": 0, "log": []}
     if args.resume and (args.resume / "meta.json").exists():
         meta = load(args.resume, model)
+    elif args.resume:
+        from training.export import read
+
+        model.load_state_dict(read(args.resume).state_dict())
     ops = Ops(device, compiled=device.type == "cuda" and not args.eager)
     form = Formatter(args.tokenizer)
     source = batches.Source(args.tokenizer, args.tokens, args.workers, f"{args.seed}:{meta['starts']}")
@@ -208,7 +212,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokenizer", type=Path, default=Path("src/k3stack/models/data/nano/tiktoken.model"))
     parser.add_argument("--out", type=Path, required=True, help="folder for the resumable weights and the log")
-    parser.add_argument("--resume", type=Path, help="folder written by an earlier run")
+    parser.add_argument("--resume", type=Path, help="folder of an earlier run, or an exported checkpoint")
     parser.add_argument("--seconds", type=float, default=520, help="stop after this long, compilation included")
     parser.add_argument("--total-seconds", type=float, default=1200, help="length of the whole schedule, over all runs")
     parser.add_argument("--last", action="store_true", help="this run ends the schedule: --seconds replaces its total")

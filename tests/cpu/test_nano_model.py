@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from training import batches, mxfp4
-from training.export import export
+from training.export import export, read
 from training.format import Formatter
 from training.model import Batch, Moe, Nano, NanoConfig, Ops
 
@@ -104,11 +105,20 @@ def test_packed_experts_are_the_rounded_ones_and_a_fixed_point() -> None:
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     rounded = mxfp4.quantize(weight)
     assert torch.equal(mxfp4.quantize(rounded), rounded)
-    packed, scale = mxfp4.pack(weight)
-    table = torch.tensor([*mxfp4.VALUES, *(-v for v in mxfp4.VALUES)])
-    values = torch.stack((table[(packed & 15).long()], table[(packed >> 4).long()]), -1).flatten(-2)
-    decoded = values.unflatten(-1, (-1, 32)) * torch.exp2(scale.float() - 127)[..., None]
-    assert torch.equal(decoded.flatten(-2), rounded)
+    assert torch.equal(mxfp4.unpack(*mxfp4.pack(weight)), rounded)
+
+
+def test_training_can_go_on_from_the_shipped_files(tmp_path: Path) -> None:
+    """Read into the training network and written again, the files are the same to the bit."""
+    export(read(NANO), tmp_path, NANO / "tiktoken.model")
+    for name in sorted(f.name for f in NANO.glob("*.safetensors")):
+        one, two = load_file(NANO / name), load_file(tmp_path / name)
+        assert one.keys() == two.keys()
+        wrong = [key for key in one if not torch.equal(one[key], two[key]) and not key.endswith(("packed", "scale"))]
+        assert wrong == []
+        for key in (k for k in one if k.endswith("packed")):
+            other = key.replace("packed", "scale")
+            assert torch.equal(mxfp4.unpack(one[key], one[other]), mxfp4.unpack(two[key], two[other])), key
 
 
 @pytest.fixture(scope="module")

@@ -58,14 +58,18 @@ def ask(target: Target, questions: Sequence[q.Question], tell: Callable[[int], N
 
 
 def ask_by_document(target: Target, questions: Sequence[q.Question], tell: Callable[[int], None]) -> list[Answer]:
-    """One document after the other: its first question alone, then the others together."""
+    """One document after the other: two questions alone, then the others together.
+
+    The first computes the document. The second meets it in the cache, which shows where the prompts part: a snapshot is
+    kept there, and the others compute little but their question.
+    """
     answers: list[Answer] = []
     groups: dict[int, list[q.Question]] = defaultdict(list)
     for question in questions:
         groups[question.group].append(question)
     for group in groups.values():
-        answers += target.ask(group[:1], tell)
-        answers += target.ask(group[1:], tell)
+        for part in (group[:1], group[1:2], group[2:]):
+            answers += target.ask(part, tell)
     return answers
 
 

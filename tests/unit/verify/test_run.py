@@ -45,7 +45,7 @@ def test_waves_follow_turns_and_documents_are_primed() -> None:
     oracle = Oracle()
     documents = [dataclasses.replace(t, group=i // 4) for i, t in enumerate(talks[:8])]
     run.ask_by_document(oracle, documents, lambda n: None)
-    assert [len(wave) for wave in oracle.asked] == [1, 3, 1, 3]
+    assert [len(wave) for wave in oracle.asked] == [1, 1, 2, 1, 1, 2]
 
 
 def test_a_conversation_counts_when_every_turn_is_right() -> None:
