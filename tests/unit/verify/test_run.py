@@ -61,10 +61,10 @@ def test_missed_thresholds_are_named() -> None:
     report: dict[str, Any] = {name: {"score": 0.96} for name in run.THRESHOLDS}
     limits = {**run.THRESHOLDS, **{f"agreement.{k}": v for k, v in run.AGREEMENT["float32"].items()}}
     assert run.missed({**report, "agreement": None}, limits) == []
-    report["tool_calls"] = {"score": 0.9}
+    report["tool_calls"] = {"score": 0.5}
     report["agreement"] = {"top1": 1.0, "mean_kl": float("nan"), "max_kl": 0.0}
     assert run.missed(report, limits) == [
-        "tool_calls 0.9000 is below 0.95",
+        f"tool_calls 0.5000 is below {limits['tool_calls']:g}",
         f"agreement.mean_kl nan is above {limits['agreement.mean_kl']:g}",
     ]
 
