@@ -7,7 +7,7 @@ come, and a request ending and the next one starting about every 20 turns. Promp
 What memory puts off until the device is busy is left out, as the step loop does it after sending. Prints p50 and p99
 over ``--turns`` turns. ``--cpu`` counts the thread's own time, for a machine that others use.
 
-    python benchmarks/scheduler_turn.py [--turns 2000] [--aligned] [--cpu] [--json]
+    python benchmarks/scheduler_turn.py [--turns 2000] [--policy slo] [--aligned] [--cpu] [--json]
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from k3stack.config.models import model_geometry
 from k3stack.config.sampling import SamplingParams
 from k3stack.estimate.pools import block_layout, plan_pools
 from k3stack.memory import Memory
-from k3stack.scheduler import PrefillFirst, Request, Scheduler, SchedulerOptions, VirtualClock
+from k3stack.scheduler import LearnedCost, PrefillFirst, Request, Scheduler, SchedulerOptions, Slo, Target, VirtualClock
 from k3stack.scheduler.plan import GroupResult, RowResult, StepPlan, StepResult
 
 LIMITS_US = {64: (300, 150), 512: (2000, 1000)}
@@ -58,14 +58,16 @@ def answer(plan: StepPlan, rng: np.random.Generator) -> StepResult:
     return StepResult(step=plan.step, groups=(GroupResult(tokens=ids, rows=rows),))
 
 
-def build(running: int, context: int, turns: int, aligned: bool, rng: np.random.Generator) -> Scheduler:
+def build(running: int, context: int, turns: int, aligned: bool, slo: bool, rng: np.random.Generator) -> Scheduler:
     """``running`` long prompts, of which one in ``END_EVERY`` turns ends, and short ones that wait for their rows."""
     layout = block_layout(model_geometry("kimi-k3"), tp=8)
     pages = running * (-(-(context + turns + 320) // layout.page_tokens) + 1)
     blocks = 4 * running + pages // layout.pages_per_block + 64
     plan = plan_pools(layout, blocks * layout.block_bytes, max_running=running)
-    options = SchedulerOptions(context=1_048_576, max_running=running, chunk_tokens=16_384, max_queued=100_000)
-    scheduler = Scheduler(Memory(plan), PrefillFirst(), options, VirtualClock())
+    options = SchedulerOptions(
+        context=1_048_576, max_running=running, chunk_tokens=16_384, max_queued=100_000, target=Target()
+    )
+    scheduler = Scheduler(Memory(plan), Slo(LearnedCost()) if slo else PrefillFirst(), options, VirtualClock())
     ends = turns // END_EVERY
     for i in range(running + ends + 2):
         length = (context if i < running else 200) + (0 if aligned else int(rng.integers(256)))
@@ -77,9 +79,9 @@ def build(running: int, context: int, turns: int, aligned: bool, rng: np.random.
     return scheduler
 
 
-def measure(running: int, context: int, turns: int, aligned: bool, clock: Callable[[], float]) -> Row:
+def measure(running: int, context: int, turns: int, aligned: bool, slo: bool, clock: Callable[[], float]) -> Row:
     rng = np.random.default_rng(7)
-    scheduler = build(running, context, turns, aligned, rng)
+    scheduler = build(running, context, turns, aligned, slo, rng)
     flights: deque[StepPlan] = deque()
 
     def plan() -> StepPlan:
@@ -119,13 +121,14 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[1_000, 8_000, 64_000])
     parser.add_argument("--running", type=int, nargs="+", default=[64, 512], choices=sorted(LIMITS_US))
     parser.add_argument("--aligned", action="store_true")
+    parser.add_argument("--policy", choices=("prefill-first", "slo"), default="prefill-first")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     # 512 prompts of 64,000 tokens would only test this script's memory.
     pairs = [(n, c) for n in args.running for c in args.contexts if n * c <= 8_500_000]
     clock = time.thread_time if args.cpu else time.perf_counter
-    rows = [measure(n, c, args.turns, args.aligned, clock) for n, c in pairs]
+    rows = [measure(n, c, args.turns, args.aligned, args.policy == "slo", clock) for n, c in pairs]
     head = {
         "date": date.today().isoformat(),
         "k3stack": __version__,
@@ -133,6 +136,7 @@ def main() -> None:
         "numpy": np.__version__,
         "machine": platform.machine(),
         "clock": "cpu" if args.cpu else "wall",
+        "policy": args.policy,
     }
     if args.json:
         print(json.dumps({**head, "rows": [asdict(r) for r in rows]}))

@@ -67,6 +67,11 @@ class View(Protocol):
     def free_rows(self) -> int: ...
 
     @property
+    def could_start(self) -> bool:
+        """False: nobody waits, or all rows are taken and the first in the queue outranks none of them."""
+        ...
+
+    @property
     def chunk_tokens(self) -> int: ...
 
 

@@ -48,6 +48,8 @@ class RowTable:
         self.snap = [NEVER] * rows
         """Length at which the next snapshot is wanted during decode."""
         self.running: dict[int, Entry] = {}
+        self.priorities: dict[int, int] = {}
+        """How many rows each priority has."""
         self._free = list(range(rows))
         self._members: dict[int, Entry] = {}
         self._dirty = False
@@ -73,6 +75,7 @@ class RowTable:
         row = heapq.heappop(self._free)
         entry.row = row
         self.running[row] = entry
+        self.priorities[entry.request.priority] = self.priorities.get(entry.request.priority, 0) + 1
         self.length[row] = length
         self.room[row] = 0
         self.snap[row] = NEVER
@@ -85,6 +88,10 @@ class RowTable:
         row = entry.row
         self.stop_decode(row)
         del self.running[row]
+        priority = entry.request.priority
+        self.priorities[priority] -= 1
+        if not self.priorities[priority]:
+            del self.priorities[priority]
         entry.row = -1
         heapq.heappush(self._free, row)
 

@@ -77,5 +77,13 @@ class CoreView:
         return self._core.rows.free
 
     @property
+    def could_start(self) -> bool:
+        core = self._core
+        waiting = core.queue.entries
+        if core.rows.free or not waiting:
+            return bool(waiting)
+        return core.options.priority_preemption and min(core.rows.priorities) < waiting[0].request.priority
+
+    @property
     def chunk_tokens(self) -> int:
         return self._core.options.chunk_tokens

@@ -21,8 +21,8 @@ class PrefillFirst:
         self.mixed = mixed
 
     def decide(self, view: View) -> Decision:
-        waiting, prefilling = view.waiting, view.prefilling
-        if not waiting and not prefilling:
+        prefilling = view.prefilling
+        if not prefilling and not view.could_start:
             return DECODE
-        chunks = merge(tuple(prefilling), waiting[: view.free_rows + 1])
+        chunks = merge(tuple(prefilling), view.waiting[: view.free_rows + 1])
         return Decision(chunks=chunks, tokens=view.chunk_tokens, mixed=self.mixed)

@@ -27,8 +27,10 @@ __all__ = ["Slo", "SloOptions"]
 
 DECODE = Decision()
 INF = float("inf")
-LOOK_AHEAD = 256
-"""Waiting requests, in the order of their turn, that are considered each time."""
+CONSIDERED = 32
+"""Waiting requests not known to be late that are put in order each time: more could hardly all be on time."""
+GUARDED = 64
+"""Waiting requests, in the order of their turn, that the guard looks at."""
 GUARD_EARLY = 0.7
 """The guard acts at this share of its time: a step in flight has to end first, and its share of the time may be taken.
 """
@@ -60,6 +62,9 @@ class Slo:
         """Until then the guard starts nothing."""
         self._forced: str | None = None
         """The request that the guard started and that is not through yet."""
+        self._late: set[str] = set()
+        """Waiting requests that cannot be on time any more, since ``_late_since``."""
+        self._late_since = float("-inf")
         self._seconds_of: dict[str, tuple[int, float, float]] = {}
         """Of waiting requests: tokens left, when predicted, and seconds they take by themselves."""
 
@@ -97,7 +102,7 @@ class Slo:
 
     def decide(self, view: View) -> Decision:
         waiting, prefilling = view.waiting, view.prefilling
-        if not waiting and not prefilling:
+        if not prefilling and not view.could_start:
             return DECODE
         self._lessons = LESSONS
         now = view.now
@@ -105,14 +110,13 @@ class Slo:
         load = StepLoad(decode_rows=view.decoding, decode_context=view.context, samples=view.decoding)
         step = self.cost.seconds(load) if view.decoding else 0.0
         streams = self._streams(view, start, load, step)
-        entries = [*prefilling, *waiting[:LOOK_AHEAD]]
-        forced = self._guarded(entries, start)
+        forced = self._guarded([*prefilling, *waiting[:GUARDED]], start)
         if forced is not None:
             decision = self._fill(view, [self._prompt(view, forced, step)], set(), streams, INF)
             self._guard_from = start + self._seconds(load, decision.tokens) / self.options.guard_share
             self._forced = forced.rid
             return decision
-        prompts, on_time = in_order([self._prompt(view, e, step) for e in entries], start, streams.stretch)
+        prompts, on_time = self._prompts(view, streams)
         room = streams.room
         if prompts[0].order in on_time and self._worth(prompts[0], streams, view.chunk_tokens):
             room = INF
@@ -139,11 +143,34 @@ class Slo:
 
     # -- the order of prompts -------------------------------------------------------------------------------------
 
+    def _prompts(self, view: View, streams: Streams) -> tuple[list[Prompt], set[int]]:
+        """The order of prompts (see ``in_order``): those begun, the first ``CONSIDERED`` that may be on time, and of
+        those known to be late, of which there may be many, the first of each priority."""
+        now, start = view.now, streams.start
+        if now - self._late_since > PREDICT_S:
+            self._late, self._late_since = set(), now
+        entries = list(view.prefilling)
+        levels = set()
+        most = len(entries) + CONSIDERED
+        for entry in view.waiting:
+            if entry.rid in self._late:
+                if entry.request.priority in levels:
+                    continue
+                levels.add(entry.request.priority)
+                most += 1
+            entries.append(entry)
+            if len(entries) == most:
+                break
+        prompts = [self._prompt(view, entry, streams.step) for entry in entries]
+        order, on_time = in_order(prompts, start, streams.stretch)
+        self._late.update([p.entry.rid for p in prompts if start + p.seconds > p.due])
+        return order, on_time
+
     def _prompt(self, view: View, entry: Entry, step: float) -> Prompt:
         left = view.uncached(entry)
         known = self._seconds_of.get(entry.rid)
         if known is None or known[0] != left or view.now - known[1] > PREDICT_S:
-            if len(self._seconds_of) > 4 * LOOK_AHEAD:
+            if len(self._seconds_of) > 4 * len(view.waiting) + 100:
                 self._seconds_of.clear()
             known = left, view.now, self._prompt_seconds(len(entry.ids) - left, left, view.chunk_tokens)
             self._seconds_of[entry.rid] = known
@@ -184,11 +211,11 @@ class Slo:
         to be made late by others in the same step."""
         load = streams.load if self.options.mixed else StepLoad()
         chosen: list[Entry] = []
-        tokens, due = 0, INF
+        tokens, due, most = 0, INF, len(view.prefilling) + view.free_rows
         gap = INF if not view.decoding else self._gap(streams.load)
         for p in prompts:
             take = min(p.left, view.chunk_tokens - tokens)
-            if take <= 0 or (chosen and take < p.left):
+            if take <= 0 or (chosen and (take < p.left or len(chosen) >= most)):
                 break
             prefix = len(p.entry.ids) - p.left
             more = with_chunk(load, prefix, take)
