@@ -54,6 +54,8 @@ class Core:
         self.options = options
         self.clock = clock
         self.page_tokens = memory.plan.layout.page_tokens
+        self.state_tokens = memory.plan.layout.pages_per_block * self.page_tokens
+        """Tokens whose pages take as much as a state."""
         self.snap_grain = memory.plan.layout.page_rows
         """Snapshots while decoding are looked for at multiples of this length."""
         self.rows = RowTable(options.max_running)

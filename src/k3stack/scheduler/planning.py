@@ -176,9 +176,10 @@ class Planner:
         """Admit a waiting entry with its first chunk; returns the chunk's tokens, 0 when it has to wait."""
         core, rules = self.core, self.rules
         alone = not core.rows.running
-        if entry.resume_after > core.committed or not rules.may_start(entry):
+        if entry.resume_after > core.committed or (entry.blocked_at == core.epoch and not alone):
             return 0
-        if entry.blocked_at == core.epoch and not alone:
+        if not rules.may_start(entry):
+            entry.blocked_at = core.epoch
             return 0
         while True:
             taken = self._try_start(entry, left, draft) if core.rows.free else -1

@@ -12,6 +12,9 @@ RETRY_PLANS = 32
 """A request refused by memory is tried again after this many plans even if nothing has visibly been freed: prefixes
 that others compute meanwhile may have shortened it."""
 
+GROWTH_PAGES = 4
+"""Pages left to each running request when another starts under pressure."""
+
 
 class Rules:
     """Behaviour ``k3``: start when there is a state block and room for the first chunk; the last in rank gives way."""
@@ -25,9 +28,14 @@ class Rules:
             self.core.epoch += 1
 
     def may_start(self, entry: Entry) -> bool:
-        """Asked before memory is. A request that was preempted comes back only when somebody has left: else the two
-        would push each other out for ever."""
-        return not self.core.pressure or not self.core.rows.running or self.outranked(entry) is not None
+        """Asked before memory is. After a preemption for want of memory nobody starts until somebody has left, else
+        two requests would push each other out in turn; unless there is room for all that it may ever need, and some
+        for those that run."""
+        core = self.core
+        if not core.pressure or not core.rows.running or self.outranked(entry) is not None:
+            return True
+        growth = GROWTH_PAGES * core.page_tokens * len(core.rows.running)
+        return core.memory.available_tokens >= entry.final + core.state_tokens + growth
 
     def accept(self, entry: Entry, cached: int, left: int) -> int | None:
         """Memory is open with ``cached`` tokens reused, ``left`` are left in the step: where the first chunk ends
@@ -54,7 +62,8 @@ class Rules:
         if not self.core.options.priority_preemption:
             return None
         priority = entry.request.priority
-        lower = [e for e in self.core.rows.running.values() if e.request.priority < priority and entry < e]
+        rows = self.core.rows.running.values()
+        lower = [e for e in rows if e.request.priority < priority and entry < e and e.phase is not Phase.LAST]
         return max(lower, default=None)
 
     def preempted(self, entry: Entry) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from k3stack.errors import BugError
+from k3stack.estimate.pools import PoolPlan
 from k3stack.executor.scripted import ToyModel
 from k3stack.scheduler import PrefillFirst, Request, StopHit
+from k3stack.scheduler.limits import lone_tokens
 from tests.unit.scheduler.rig import Rig, pool, with_options
 
 
@@ -126,6 +128,42 @@ def test_refusals_say_what_does_not_fit_and_by_how_much() -> None:
     assert rig.ends["one too many"].refusal == "queue_full" and "2" in rig.ends["one too many"].message
     rig.run()
     assert rig.ends["fits"].output_tokens == 9 and rig.ends["open"].output_tokens == 9
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pool(blocks=5),
+        pool(blocks=5, max_pages=7),
+        pool(blocks=9, pages_per_block=1),
+        pool(9, engine="sglang", max_states=5, max_pages=14, slots_per_request=5, max_running=1),
+    ],
+)
+def test_a_prompt_that_memory_could_never_hold_is_refused_and_no_other(plan: PoolPlan) -> None:
+    room = lone_tokens(plan)
+    rig = Rig(plan)
+    assert rig.memory.could_open(room) and not rig.memory.could_open(room + 1)
+    rig.submit("fits", room, max_tokens=1)
+    rig.submit("too long", room + 1, max_tokens=1)
+    assert rig.ends["too long"].refusal == "too_long"
+    rig.run()
+    assert rig.ends["fits"].reason == "length"
+
+
+def test_under_pressure_a_request_starts_when_there_is_room_for_all_of_it() -> None:
+    """Two long ones push each other out; the small one that waits behind does not wait for one of them to end."""
+    rig = Rig(pool(blocks=13), with_options(context=300, max_running=4))
+    rig.submit("long", [1] * 40, max_tokens=120)
+    rig.submit("longer", [2] * 60, max_tokens=110)
+    while rig.scheduler.stats().preempted == 0:
+        rig.turn()
+    assert rig.scheduler.stats().waiting == 1
+    rig.submit("small", [3] * 5, max_tokens=5, priority=0, arrival=-1.0)
+    for _ in range(12):
+        rig.turn()
+    assert "small" in rig.ends and "long" not in rig.ends
+    rig.run()
+    rig.check_tokens()
 
 
 def test_clipping_instead_of_refusing() -> None:
