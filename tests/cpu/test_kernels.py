@@ -13,6 +13,8 @@ from k3stack.kernels.activation import reference as activation_reference
 from k3stack.kernels.kda import cpu as kda
 from k3stack.kernels.kda import reference as kda_reference
 from k3stack.kernels.kda.layout import tile_layout
+from k3stack.kernels.linear import cpu as linear
+from k3stack.kernels.linear import reference as linear_reference
 from k3stack.kernels.mla import cpu as mla
 from k3stack.kernels.mla import reference as mla_reference
 from k3stack.kernels.moe import cpu as moe
@@ -119,6 +121,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "bounded": lambda z: -5 * torch.sigmoid(z),
     "at the bound": lambda z: torch.full_like(z, -5.0),
     "unbounded": lambda z: -30 * torch.nn.functional.softplus(z),
+    "steep here and there": lambda z: torch.where(z > 6, -200.0, -torch.sigmoid(z)),
     "none": torch.zeros_like,
 }
 
@@ -198,6 +201,18 @@ def test_router(dtype: torch.dtype, renormalize: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 4, 20])
+def test_linear(dtype: torch.dtype, rows: int) -> None:
+    x, weight = random(rows, 40, dtype=dtype), random(50, 40, dtype=dtype, seed=1, scale=0.2)
+    theirs = linear_reference.linear(x, weight)
+    same(linear.linear(x, weight), theirs, dtype)
+    packed = linear.pack(weight)
+    same(linear.linear(x, packed), theirs, dtype)
+    same(linear.linear(x.T.contiguous().T, packed), theirs, dtype)
+    assert packed.nbytes == weight.nbytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 50])
 def test_experts(dtype: torch.dtype, tokens: int) -> None:
     x = random(tokens, 24, dtype=dtype)
@@ -207,4 +222,7 @@ def test_experts(dtype: torch.dtype, tokens: int) -> None:
     ids = scores.topk(3, dim=-1).indices
     weights = torch.softmax(random(tokens, 3, dtype=wide_dtype(dtype), seed=4), -1)
     args = (x, ids, weights, w13, w2, activation.silu_glu)
-    same(moe.experts(*args), moe_reference.experts(*args), dtype)
+    theirs = moe_reference.experts(*args)
+    same(moe.experts(*args), theirs, dtype)
+    packed = [[linear.pack(m) for m in w] for w in (w13, w2)]
+    same(moe.experts(x, ids, weights, *packed, activation.silu_glu), theirs, dtype)

@@ -15,6 +15,8 @@ from torch import Tensor
 from k3stack.errors import UserError
 from k3stack.kernels.activation import cpu as activation
 from k3stack.kernels.kda import cpu as kda
+from k3stack.kernels.linear import cpu as linear
+from k3stack.kernels.linear.cpu import Weight
 from k3stack.kernels.mla import cpu as mla
 from k3stack.kernels.moe import cpu as moe
 from k3stack.kernels.norm import cpu as norm
@@ -27,6 +29,8 @@ class Kernels:
 
     name: str
     why: str
+    pack: Callable[[Tensor], Weight]
+    linear: Callable[[Tensor, Weight], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     gated_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     l2_norm: Callable[[Tensor, float], Tensor]
@@ -44,13 +48,15 @@ class Kernels:
     experts: Callable[..., Tensor]
 
 
-def select_kernels(device: torch.device) -> Kernels:
-    """The set for ``device``. Raises UserError for a device type that nothing here serves."""
+def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The set for weights of ``dtype`` on ``device``. Raises UserError for a device type that nothing here serves."""
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"device {device}: kernels exist for 'cpu' and 'cuda'", param="--device")
     return Kernels(
         name="torch",
-        why="plain torch operations: the only set on a CPU, and a correct one on every device",
+        why=f"torch operations, correct on every device; weights {_layout(device, dtype)}",
+        pack=linear.pack,
+        linear=linear.linear,
         rms_norm=norm.rms_norm,
         gated_rms_norm=norm.gated_rms_norm,
         l2_norm=norm.l2_norm,
@@ -67,3 +73,9 @@ def select_kernels(device: torch.device) -> Kernels:
         route=moe.route,
         experts=moe.experts,
     )
+
+
+def _layout(device: torch.device, dtype: torch.dtype) -> str:
+    if linear.packs(dtype, device):
+        return f"packed for oneDNN, which is faster in {dtype} than plain ones"
+    return f"plain: on {device.type} in {dtype} nothing packs them"

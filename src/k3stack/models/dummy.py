@@ -37,7 +37,9 @@ def _fill(dest: Tensor, kind: str, generator: torch.Generator) -> None:
     if kind == "kda.A_log":
         dest.copy_(torch.empty(dest.shape).uniform_(1.0, 16.0, generator=generator).log_())
     elif kind == "kda.dt_bias":
-        dest.copy_(torch.empty(dest.shape).uniform_(-4.0, 0.0, generator=generator))
+        # Steps of 0.001 to 0.1 before the softplus, as such models are usually initialised.
+        step = torch.empty(dest.shape).uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
+        dest.copy_(torch.log(torch.expm1(step)))
     elif kind == "moe.router_bias":
         dest.copy_(torch.empty(dest.shape).normal_(0.0, 0.01, generator=generator))
     elif name.endswith("conv1d"):

@@ -6,8 +6,6 @@ feed-forward block stands there, and which stream joins them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -76,7 +74,7 @@ class Model(Part):
     ) -> None:
         self.geometry, self.dtype, self.device = geometry, dtype, device
         self.latent_norm_eps = latent_norm_eps
-        self.kernels = select_kernels(device)
+        self.kernels = select_kernels(device, dtype)
         self.embed = empty(geometry.vocab, geometry.hidden, dtype=dtype, device=device)
         self.layers = [Layer(geometry, i, self.kernels, dtype, device, latent_norm_eps) for i in range(geometry.layers)]
         self.scorers: ResidualScorers | None = None
@@ -88,7 +86,7 @@ class Model(Part):
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights as they lie in memory."""
-        return sum(t.numel() * t.element_size() for t in self.tensors())
+        return sum(w.nbytes for w in self.all_weights())
 
     def slots(self) -> dict[str, Slot]:
         own = {"embed": Slot(self.embed), "norm": Slot(self.norm), "lm_head": Slot(self.lm_head)}
@@ -114,9 +112,7 @@ class Model(Part):
             layer.finish()
         if self.scorers is not None:
             self.scorers.finish()
-
-    def tensors(self) -> Iterator[Tensor]:
-        return super().tensors()
+        self.lm_head = self.kernels.pack(self.lm_head)
 
     def forward(self, batch: ForwardBatch, views: ArenaViews, capture: Capture | None = None) -> Tensor:
         """Run the batch's tokens; states and cache rows in the arena move on in place.
@@ -128,10 +124,7 @@ class Model(Part):
         )
         with torch.inference_mode():
             hidden = self._hidden(batch, views, capture)
-            if logits.dtype == hidden.dtype:
-                torch.mm(hidden, self.lm_head.T, out=logits)
-            else:
-                logits.copy_(F.linear(hidden, self.lm_head))
+            logits.copy_(self.kernels.linear(hidden, self.lm_head))
         return logits
 
     def _hidden(self, batch: ForwardBatch, views: ArenaViews, capture: Capture | None) -> Tensor:

@@ -161,19 +161,26 @@ def _inside(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
 def _diagonal(both: Tensor, k: Tensor, g: Tensor, local: Tensor, total: Tensor) -> Tensor:
     """[.., 2 SUB, SUB]: products of a sub-chunk's keys and queries with its own keys under their decay.
 
-    Where the decay over the sub-chunk allows it, exp(c_i - c_j) is split at the middle of the range; otherwise
-    (an unbounded gate) each column is computed from sums that begin after its key.
+    Where the decay over the sub-chunk allows it, exp(c_i - c_j) is split at the middle of the range. Sub-chunks where
+    it does not (an unbounded gate) are computed again, column by column, from sums that begin after the key.
     """
-    if float(-total.amin()) <= FACTOR_LIMIT[k.dtype]:
-        shifted = local - (total * 0.5).unsqueeze(3)
-        rise = torch.exp(shifted)
-        return (both * torch.cat([rise, rise], dim=3)) @ (k * torch.exp(-shifted)).transpose(-1, -2)
+    shifted = local - (total * 0.5).unsqueeze(3)
+    rise = torch.exp(shifted)
+    product = (both * torch.cat([rise, rise], dim=3)) @ (k * torch.exp(-shifted)).transpose(-1, -2)
+    steep = total.amin(-1) < -FACTOR_LIMIT[k.dtype]
+    if steep.any():
+        product[steep] = _columns(both[steep], k[steep], g[steep])
+    return product
+
+
+def _columns(both: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """The products of ``_diagonal`` for sub-chunks of any decay; all [n, SUB or 2 SUB, K]."""
     columns = []
     later = g.clone()
     for j in range(SUB):
-        later[:, :, :, j] = 0
-        fade = torch.exp(later.cumsum(3)) * k[:, :, :, j : j + 1]
-        columns.append(torch.linalg.vecdot(both, torch.cat([fade, fade], dim=3)))
+        later[:, j] = 0
+        fade = torch.exp(later.cumsum(1)) * k[:, j : j + 1]
+        columns.append(torch.linalg.vecdot(both, torch.cat([fade, fade], dim=1)))
     return torch.stack(columns, dim=-1)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from k3stack.config.geometry import ModelGeometry
 from k3stack.kernels.precision import wide_dtype
@@ -31,11 +30,12 @@ class Mlp(Part):
         kind: str,
         hidden: int,
         width: int,
+        kernels: Kernels,
         act: Callable[[Tensor], Tensor],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.kind, self.width, self.act = kind, width, act
+        self.kind, self.width, self.kernels, self.act = kind, width, kernels, act
         self.w13 = empty(2 * width, hidden, dtype=dtype, device=device)
         self.w2 = empty(hidden, width, dtype=dtype, device=device)
 
@@ -46,19 +46,26 @@ class Mlp(Part):
             f"{self.kind}.down_proj": Slot(self.w2),
         }
 
+    def finish(self) -> None:
+        self.w13, self.w2 = self.kernels.pack(self.w13), self.kernels.pack(self.w2)
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        return F.linear(self.act(F.linear(x, self.w13)), self.w2)
+        return self.kernels.linear(self.act(self.kernels.linear(x, self.w13)), self.w2)
 
 
 class DenseFfn(Part):
     """The dense feed-forward of the first layers."""
 
     def __init__(self, geometry: ModelGeometry, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
-        self.mlp = Mlp("dense", geometry.hidden, geometry.dense_width, glu(geometry, kernels), dtype, device)
+        act = glu(geometry, kernels)
+        self.mlp = Mlp("dense", geometry.hidden, geometry.dense_width, kernels, act, dtype, device)
 
     def slots(self) -> dict[str, Slot]:
         return self.mlp.slots()
+
+    def finish(self) -> None:
+        self.mlp.finish()
 
     def __call__(self, x: Tensor, layer: int, capture: Capture | None) -> Tensor:
         return self.mlp(x)
@@ -76,15 +83,17 @@ class MoeFfn(Part):
         # Router scores are computed in the wide dtype from the exactly widened weight.
         self.router = empty(moe.experts, hidden, dtype=wide, device=device)
         self.bias = empty(moe.experts, dtype=wide, device=device)
-        self.w13 = empty(moe.experts, 2 * moe.expert_width, width, dtype=dtype, device=device)
-        self.w2 = empty(moe.experts, width, moe.expert_width, dtype=dtype, device=device)
+        # One tensor an expert, so that each can be laid out for the product and its plain form freed on its own.
+        n, inner = moe.experts, moe.expert_width
+        self.w13 = [empty(2 * inner, width, dtype=dtype, device=device) for _ in range(n)]
+        self.w2 = [empty(width, inner, dtype=dtype, device=device) for _ in range(n)]
         if moe.latent is not None:
             self.down = empty(moe.latent, hidden, dtype=dtype, device=device)
             self.up = empty(hidden, moe.latent, dtype=dtype, device=device)
             self.latent_norm = empty(moe.latent, dtype=dtype, device=device) if moe.latent_norm else None
         self.shared = None
         if moe.shared_experts:
-            self.shared = Mlp("moe.shared", hidden, moe.shared_width, self.act, dtype, device)
+            self.shared = Mlp("moe.shared", hidden, moe.shared_width, kernels, self.act, dtype, device)
 
     def slots(self) -> dict[str, Slot]:
         slots = {"moe.router": Slot(self.router), "moe.router_bias": Slot(self.bias)}
@@ -99,22 +108,32 @@ class MoeFfn(Part):
         if matrix == "w2":
             return Slot(self.w2[expert])
         width = self.moe.expert_width
-        return Slot(self.w13[expert, :width] if matrix == "w1" else self.w13[expert, width:])
+        return Slot(self.w13[expert][:width] if matrix == "w1" else self.w13[expert][width:])
+
+    def finish(self) -> None:
+        pack = self.kernels.pack
+        self.router = pack(self.router)
+        for e in range(self.moe.experts):
+            self.w13[e], self.w2[e] = pack(self.w13[e]), pack(self.w2[e])
+        if self.moe.latent is not None:
+            self.down, self.up = pack(self.down), pack(self.up)
+        if self.shared is not None:
+            self.shared.finish()
 
     def __call__(self, x: Tensor, layer: int, capture: Capture | None) -> Tensor:
         """x [T, hidden] (normed) -> [T, hidden]."""
         moe = self.moe
-        logits = F.linear(x.to(self.router.dtype), self.router)
+        logits = self.kernels.linear(x.to(self.bias.dtype), self.router)
         forced = capture.forced(layer) if capture is not None else None
         ids, weights = self.kernels.route(logits, self.bias, moe.top_k, moe.scaling_factor, moe.renormalize, forced)
         if capture is not None:
             capture.put("router_ids", layer, ids)
             capture.put("router_weights", layer, weights)
             capture.put("router_scores", layer, torch.sigmoid(logits) + self.bias)
-        z = x if moe.latent is None else F.linear(x, self.down)
+        z = x if moe.latent is None else self.kernels.linear(x, self.down)
         routed = self.kernels.experts(z, ids, weights, self.w13, self.w2, self.act)
         if moe.latent is not None:
             if self.latent_norm is not None:
                 routed = self.kernels.rms_norm(routed, self.latent_norm, self.eps)
-            routed = F.linear(routed, self.up)
+            routed = self.kernels.linear(routed, self.up)
         return routed if self.shared is None else routed.add_(self.shared(x))

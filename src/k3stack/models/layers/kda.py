@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from k3stack.config.geometry import ModelGeometry
 from k3stack.kernels.precision import wide_dtype, widen
@@ -58,13 +57,16 @@ class KdaAttention(Part):
         return slots | {"kda.g_a_proj": Slot(gate), "kda.g_b_proj": Slot(self.w_g)}
 
     def finish(self) -> None:
+        pack = self.kernels.pack
         self.exp_a.exp_()
+        self.w_in, self.w_f, self.w_out = pack(self.w_in), pack(self.w_f), pack(self.w_out)
+        self.w_g = None if self.w_g is None else pack(self.w_g)
 
     def __call__(self, x: Tensor, step: Step, views: ArenaViews) -> Tensor:
         """x [T, hidden] (normed) -> [T, hidden]; states and windows of the step's rows move on in place."""
         tokens, heads, k = x.shape[0], self.heads, self.head_dim
-        raw, f, gate, b = F.linear(x, self.w_in).split(self.sizes, dim=1)
-        z = widen(F.linear(f, self.w_f)) + self.dt_bias
+        raw, f, gate, b = self.kernels.linear(x, self.w_in).split(self.sizes, dim=1)
+        z = widen(self.kernels.linear(f, self.w_f)) + self.dt_bias
         g = self.kernels.log_decay(z.view(tokens, heads, k), self.exp_a, self.lower_bound)
         beta = torch.sigmoid(widen(b))
         qkv = self._convolve(raw, step, views.window(self.index))
@@ -72,9 +74,9 @@ class KdaAttention(Part):
         v = qkv[:, 2 * self.width :].view(tokens, heads, k)
         o = self._recur(qk[:, :heads], qk[:, heads:], v, g, beta, step, views.recurrent(self.index))
         if self.w_g is not None:
-            gate = F.linear(gate, self.w_g)
+            gate = self.kernels.linear(gate, self.w_g)
         y = self.kernels.gated_rms_norm(o, gate.reshape(tokens, heads, k), self.norm, self.eps)
-        return F.linear(y.view(tokens, self.width), self.w_out)
+        return self.kernels.linear(y.view(tokens, self.width), self.w_out)
 
     def _convolve(self, raw: Tensor, step: Step, windows: Tensor) -> Tensor:
         if step.all_decode:

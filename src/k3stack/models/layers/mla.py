@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from k3stack.config.geometry import ModelGeometry
 from k3stack.kernels.precision import widen
@@ -59,19 +58,24 @@ class MlaAttention(Part):
             slots["mla.g_proj"] = Slot(gate)
         return slots
 
+    def finish(self) -> None:
+        self.w_in, self.w_out = self.kernels.pack(self.w_in), self.kernels.pack(self.w_out)
+        if self.q_lora is not None:
+            self.w_q = self.kernels.pack(self.w_q)
+
     def __call__(self, x: Tensor, step: Step, views: ArenaViews) -> Tensor:
         """x [T, hidden] (normed) -> [T, hidden]; writes the new tokens' cache rows, then attends."""
         tokens = x.shape[0]
-        q, kv, gate = F.linear(x, self.w_in).split(self.sizes, dim=1)
+        q, kv, gate = self.kernels.linear(x, self.w_in).split(self.sizes, dim=1)
         if self.q_lora is not None:
-            q = F.linear(self.kernels.rms_norm(q, self.q_norm, self.latent_eps), self.w_q)
+            q = self.kernels.linear(self.kernels.rms_norm(q, self.q_norm, self.latent_eps), self.w_q)
         latent = self.kernels.rms_norm(kv[:, : self.latent], self.kv_norm, self.latent_eps)
         rows = views.rows(self.index)
         rows[step.cache_slots(rows.shape[1])] = torch.cat([latent, kv[:, self.latent :]], dim=1)
         o = self._attend(q.reshape(tokens, self.heads, self.qk_dim), rows, step).reshape(tokens, -1)
         if self.output_gate:
             o = (widen(o) * torch.sigmoid(widen(gate))).to(x.dtype)
-        return F.linear(o, self.w_out)
+        return self.kernels.linear(o, self.w_out)
 
     def _attend(self, q: Tensor, rows: Tensor, step: Step) -> Tensor:
         if step.all_decode:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3stack.kernels.linear.cpu import Packed, Weight
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -30,22 +32,22 @@ class Part:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Compute what is derived from weights, once they are all in place."""
+        """Compute what is derived from weights and lay them out for the product, once they are all in place."""
 
-    def tensors(self) -> Iterator[Tensor]:
-        """All tensors held, sub-parts included."""
+    def all_weights(self) -> Iterator[Weight]:
+        """All weights held, plain and packed, sub-parts included."""
         for value in vars(self).values():
-            yield from _tensors(value)
+            yield from _weights(value)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
+def _weights(value: Any) -> Iterator[Weight]:
+    if isinstance(value, (Tensor, Packed)):
         yield value
     elif isinstance(value, Part):
-        yield from value.tensors()
+        yield from value.all_weights()
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from _weights(item)
 
 
 def first(n: int) -> Callable[[Tensor], Tensor]:

@@ -1,0 +1,1 @@
+"""Products of activations with weights, and the layout that weights have in memory for them."""
