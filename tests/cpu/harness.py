@@ -58,8 +58,11 @@ class TestArena:
         self.buffer[start : start + self.layout.state_bytes] = 0
         return Sequence(block)
 
-    def batch(self, work: list[tuple[Sequence, list[int]]], *, every: bool = False) -> ForwardBatch:
-        """A step of these rows, with pages for their new tokens; every token's logits or the last of each row."""
+    def batch(
+        self, work: list[tuple[Sequence, list[int]]], *, every: bool = False, wanted: list[int] | None = None
+    ) -> ForwardBatch:
+        """A step of these rows, with pages for their new tokens; logits of the tokens ``wanted``, of every token, or of
+        the last of each row."""
         cu, starts = [0], []
         for seq, ids in work:
             starts.append(seq.length)
@@ -68,20 +71,27 @@ class TestArena:
                 seq.pages.append(self._pages.pop())
             cu.append(cu[-1] + len(ids))
         width = max(len(s.pages) for s, _ in work) + 1
+        if wanted is None:
+            wanted = list(range(cu[-1])) if every else [end - 1 for end in cu[1:]]
         return ForwardBatch(
             ids=torch.tensor([i for _, ids in work for i in ids]),
             cu=cu,
             starts=starts,
             state_blocks=torch.tensor([s.block for s, _ in work]),
             page_table=torch.tensor([s.pages + [1 << 40] * (width - len(s.pages)) for s, _ in work]),
-            logit_index=torch.arange(cu[-1]) if every else torch.tensor(cu[1:]) - 1,
+            logit_index=torch.tensor(wanted, dtype=torch.int64),
         )
 
     def run(
-        self, work: list[tuple[Sequence, list[int]]], *, every: bool = False, capture: Capture | None = None
+        self,
+        work: list[tuple[Sequence, list[int]]],
+        *,
+        every: bool = False,
+        wanted: list[int] | None = None,
+        capture: Capture | None = None,
     ) -> Tensor:
         """Run one step; its logits."""
-        return self.model.forward(self.batch(work, every=every), self.views, capture)
+        return self.model.forward(self.batch(work, every=every, wanted=wanted), self.views, capture)
 
     def rows(self, seq: Sequence, layer: int) -> Tensor:
         """[length, row width] of the ``layer``-th MLA layer."""

@@ -159,6 +159,21 @@ def test_greedy_continuations_by_cached_decode(name: str, dtype: str, tolerance:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_logits_of_any_tokens_or_none(name: str) -> None:
+    """The last layer leaves out tokens that nobody reads; states and rows stay complete."""
+    g, a = golden(name), prompt(name, "a")
+    arena = TestArena(model(name, "float64"), seed=4)
+    seq, other = arena.open(), arena.open()
+    assert arena.run([(seq, a[:70])], wanted=[]).shape == (0, 512)
+    logits = arena.run([(seq, a[70:140]), (other, a[:30])], wanted=[99, 3, 69])
+    assert off(logits, g["logits_a"][[29, 73, 139]]) < EXACT
+    logits = arena.run([(other, a[30:31]), (seq, a[140:])], wanted=[60, 0])
+    assert off(logits, g["logits_a"][[199, 30]]) < EXACT
+    assert not logits.is_inference()
+    check_memory(arena, seq, name, EXACT)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_latent_norm_eps_is_an_option(name: str) -> None:
     g, arena = golden(name), TestArena(model(name, "float64", 1e-5))
     logits = arena.run([(arena.open(), prompt(name, f"b{i}")) for i in range(3)])

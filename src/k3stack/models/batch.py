@@ -53,6 +53,18 @@ class Chunk:
     tokens: slice
 
 
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The only tokens whose output anyone reads: each the last of its row. The last layer computes no others."""
+
+    tokens: Tensor
+    """int64 [N], in the order of the logits."""
+    pages: Tensor
+    """int64 [N, M]: their rows' page tables."""
+    lengths: list[int]
+    """Tokens up to and with each of them."""
+
+
 class Step:
     """A batch split into decode tokens (rows of one token) and chunks."""
 
@@ -81,8 +93,18 @@ class Step:
                 [c.block for c in self.chunks],
                 self.total,
             )
+        self.tail = self._find_tail(batch, counts)
         self._slots: tuple[Tensor, Tensor] | None = None
         self._counts, self._starts, self._cu = counts, starts, cu
+
+    def _find_tail(self, batch: ForwardBatch, counts: list[int]) -> Tail | None:
+        """None where the last layer needs every token, or some token that is not its row's last."""
+        wanted = batch.logit_index.tolist()
+        row_of = {end - 1: r for r, end in enumerate(batch.cu[1:])}
+        if len(wanted) >= self.total or any(t not in row_of for t in wanted):
+            return None
+        rows = [row_of[t] for t in wanted]
+        return Tail(batch.logit_index, batch.page_table[rows], [batch.starts[r] + counts[r] for r in rows])
 
     @property
     def all_decode(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from k3stack.config.geometry import ModelGeometry, load_geometry
 from k3stack.errors import UserError
+from k3stack.kernels.memory import keep_freed_memory
 from k3stack.models import dummy
 from k3stack.models.checkpoint import Found, find_tensors
 from k3stack.models.network import Model
@@ -49,6 +50,8 @@ def load_model(
     else:
         geometry = load_geometry(source)
     found = None if load_format == "dummy" else find_tensors(Path(source), geometry)  # type: ignore[arg-type]
+    if torch.device(device).type == "cpu":
+        keep_freed_memory()
     model = Model(geometry, dtype=compute, device=torch.device(device), latent_norm_eps=latent_norm_eps)
     if found is None:
         dummy.fill(model, seed)

@@ -119,21 +119,24 @@ class Model(Part):
 
         Returns logits [N, vocab] of the tokens ``batch.logit_index``, float64 for float64 weights, else float32.
         """
-        logits = torch.empty(
-            batch.logit_index.shape[0], self.geometry.vocab, dtype=wide_dtype(self.dtype), device=self.device
-        )
         with torch.inference_mode():
             hidden = self._hidden(batch, views, capture)
-            logits.copy_(self.kernels.linear(hidden, self.lm_head))
-        return logits
+        # Outside, so that callers get an ordinary tensor, which they may change in place.
+        with torch.no_grad():
+            return self.kernels.linear(hidden, self.lm_head).to(wide_dtype(self.dtype))
 
     def _hidden(self, batch: ForwardBatch, views: ArenaViews, capture: Capture | None) -> Tensor:
         """[N, hidden] after the final norm."""
         step, kernels, eps = batch.step, self.kernels, self.geometry.rms_eps
         stream = self._stream(F.embedding(batch.ids, self.embed))
         for i, layer in enumerate(self.layers):
+            tail = step.tail if i == len(self.layers) - 1 and capture is None else None
             x = kernels.rms_norm(stream.attention_input(i), layer.input_norm, eps)
-            y = layer.attention(x, step, views)
+            y = layer.attention(x, step, views, tail)
+            if tail is not None:
+                stream.keep(tail.tokens)
+                if not tail.lengths:
+                    return y
             stream.attention_output(i, y)
             m = kernels.rms_norm(stream.ffn_input(i), layer.post_norm, eps)
             z = layer.ffn(m, i, capture)
@@ -142,7 +145,9 @@ class Model(Part):
                 seen = (("attn_in", x), ("attn_out", y), ("ffn_in", m), ("ffn_out", z), ("stream", stream.current()))
                 for name, value in seen:
                     capture.put(name, i, value)
-        mixed = stream.final(batch.logit_index)
+        if tail is None:
+            stream.keep(batch.logit_index)
+        mixed = stream.final()
         normed = kernels.rms_norm(mixed, self.norm, eps)
         if capture is not None:
             capture.put("final_mix", None, mixed)

@@ -10,30 +10,46 @@ from torch.nn import functional as F
 
 from k3stack.kernels.kda.layout import SUB, TileLayout
 
-FACTOR_LIMIT = {torch.float32: 120.0, torch.float64: 1200.0}
-"""Largest decay (nats) over a sub-chunk that is split into two factors of half of it each without overflow."""
+FACTOR_LIMIT = {torch.float32: 84.0, torch.float64: 600.0}
+"""Largest decay (nats) over a sub-chunk of which exp and 1 / exp are both finite, with room for a key of length 1."""
+CONV_VALUES = 1 << 17
+"""Values of a slice of the convolution: its few passes find them in the second-level cache."""
+READS = 4
+"""Rows of a decode step's product with the state: two are used, but four rows are computed faster than two."""
 
 
 def conv_chunk(raw: Tensor, weight: Tensor, window: Tensor) -> Tensor:
     """One sequence's short convolution and SiLU; ``window`` [taps - 1, C] is read and then overwritten in place.
 
-    raw [T, C], weight [taps, C] -> [T, C] in weight's dtype. See ``reference.short_conv``.
+    raw [T, C], weight [taps, C] -> [T, C] in weight's dtype. See ``reference.short_conv``. Goes in slices of tokens
+    that stay in the CPU's cache.
     """
-    taps, count = weight.shape[0], raw.shape[0]
-    x = torch.cat([window, raw])
-    window.copy_(x[count:])
-    x = x.to(weight.dtype)
-    y = x[:count] * weight[0]
-    for j in range(1, taps):
-        y.addcmul_(x[j : j + count], weight[j])
-    return F.silu(y, inplace=True)
+    taps, (count, channels) = weight.shape[0], raw.shape
+    out = weight.new_empty(count, channels)
+    step = max(1, CONV_VALUES // channels)
+    before = window
+    for a in range(0, count, step):
+        part = raw[a : a + step]
+        x = torch.cat([before, part]).to(weight.dtype)
+        n = part.shape[0]
+        y = torch.mul(x[:n], weight[0], out=out[a : a + n])
+        for j in range(1, taps):
+            y.addcmul_(x[j : j + n], weight[j])
+        F.silu(y, inplace=True)
+        before = raw[a + step - taps + 1 : a + step] if step >= taps else torch.cat([before, part])[1 - taps :]
+    window.copy_(raw[count - taps + 1 :] if count >= taps else torch.cat([window, raw])[count:])
+    return out
 
 
 def conv_decode(raw: Tensor, weight: Tensor, windows: Tensor, blocks: Tensor) -> Tensor:
     """One token each of R sequences. raw [R, C], windows [blocks, taps - 1, C] (updated in place), blocks int64 [R]."""
     x = torch.cat([windows[blocks], raw.unsqueeze(1)], dim=1)
     windows[blocks] = x[:, 1:]
-    return F.silu((x.to(weight.dtype) * weight).sum(1), inplace=True)
+    x = x.to(weight.dtype)
+    y = x[:, 0] * weight[0]
+    for j in range(1, weight.shape[0]):
+        y.addcmul_(x[:, j], weight[j])
+    return F.silu(y, inplace=True)
 
 
 def log_decay(z: Tensor, exp_a: Tensor, lower_bound: float | None) -> Tensor:
@@ -52,15 +68,20 @@ def decode(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Ten
     """
     decay = torch.exp(g)
     q = q * q.shape[-1] ** -0.5
-    reads = torch.stack([k, q], dim=2).mul_(decay.unsqueeze(2))
+    reads = q.new_zeros(*q.shape[:2], READS, q.shape[2])
+    torch.mul(k, decay, out=reads[:, :, 0])
+    torch.mul(q, decay, out=reads[:, :, 1])
     kq = torch.linalg.vecdot(k, q).unsqueeze(-1)
     out = torch.empty_like(v)
-    for r, block in enumerate(blocks):
+    beta = beta.unsqueeze(-1)
+    # Row by row, so that a state read from memory is still in the cache when it is updated.
+    rows = zip(blocks, reads, v, beta, kq, out, decay.unsqueeze(-1), k.unsqueeze(-1), strict=True)
+    for block, read, value, b, dot, o, fade, key in rows:
         s = states[block]
-        seen = torch.bmm(reads[r], s)
-        d = (v[r] - seen[:, 0]).mul_(beta[r].unsqueeze(-1))
-        torch.addcmul(seen[:, 1], kq[r], d, out=out[r])
-        s.mul_(decay[r].unsqueeze(-1)).baddbmm_(k[r].unsqueeze(-1), d.unsqueeze(1))
+        predicted, seen, *_ = torch.bmm(read, s).unbind(1)
+        d = torch.sub(value, predicted).mul_(b)
+        torch.addcmul(seen, dot, d, out=o)
+        s.mul_(fade).baddbmm_(key, d.unsqueeze(1))
     return out
 
 
@@ -73,18 +94,16 @@ def prefill(
     layout's tokens are written to their rows of ``out`` [T, H, V].
 
     Chunked form of the recurrence: with c the running sum of g in the tile and A[i, j] = beta_i sum_k k_i k_j
-    exp(c_i - c_j) (j < i), the corrected values solve ``(I + A) Vn = beta (v - (k exp c) S0)``. Only differences
+    exp(c_i - c_j) (j < i), the corrected values are ``Vn = (I + A)^-1 beta (v - (k exp c) S0)``. Only differences
     of c that are <= 0 are exponentiated across sub-chunks, so gates at their bound for the whole run stay finite.
     """
-    q = _tiles(q * q.shape[-1] ** -0.5, layout)
-    k, v, g, beta = (_tiles(x, layout) for x in (k, v, g, beta.unsqueeze(-1)))
-    kk, qk, k_in, q_in, k_out, decay = _inside(q, k, g)
-    kk.mul_(beta)
-    solved = torch.linalg.solve_triangular(kk, torch.cat([v, k_in], dim=-1).mul_(beta), upper=False, unitriangular=True)
-    values = v.shape[-1]
-    fresh, reads = solved[..., :values], torch.cat([solved[..., values:], q_in], dim=-2)
-    result = _scan(fresh, reads, qk, k_out.transpose(-1, -2), decay, states, layout)
-    _untile(result, layout, out)
+    q, k, v, g, beta = (_tiles(x, layout) for x in (q, k, v, g, beta.unsqueeze(-1)))
+    kk, qk, reads, k_out, decay = _inside(q, k, g)
+    eye = torch.eye(layout.tile, dtype=k.dtype, device=k.device).expand_as(kk)
+    solve = torch.linalg.solve_triangular(kk.mul_(beta), eye, upper=False, unitriangular=True)
+    solve.mul_(beta.transpose(-1, -2))
+    result = _scan(v, solve, reads, qk, k_out, decay, states, layout)
+    _untile(result.mul_(q.shape[-1] ** -0.5), layout, out)
 
 
 def _tiles(x: Tensor, layout: TileLayout) -> Tensor:
@@ -122,87 +141,84 @@ def _sums(blocks: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor
     return torch.cat([ones.tril(), ones.triu(1)]), between
 
 
-def _inside(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Everything of a tile that does not need the state; all [tiles, H, C, K].
+def _inside(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Everything of a tile that does not need the state, from q, k, g [tiles, H, C, K].
 
-    Returns kk [.., C, C] (strictly lower), qk [.., C, C] (lower), k exp(c), q exp(c), k exp(c_C - c) and exp(c_C).
+    Returns kk [.., C, C] (strictly lower), qk [.., C, C] (lower), the rows that read the state [.., 2 C, K] (k exp(c),
+    then q exp(c)), k exp(c_C - c) [.., C, K] and exp(c_C) [.., K].
     """
     n, h, c, width = k.shape
     blocks = c // SUB
     shape = (n, h, blocks, SUB, width)
+    q, k, g = q.view(shape), k.view(shape), g.view(shape)
     in_block, between_blocks = _sums(blocks, g.dtype, g.device)
-    g = g.view(shape)
     sums = in_block @ g
-    local, total = sums[:, :, :, :SUB], sums[:, :, :, SUB - 1]
+    total = sums[:, :, :, SUB - 1].clone()
+    grown, faded = sums.exp_().split(SUB, dim=3)
     gaps = torch.exp((between_blocks.view(-1, blocks) @ total).view(n, h, blocks + 1, blocks, 1, width))
-    both = torch.cat([k.view(shape), q.view(shape)], dim=3)
-    grown, faded = torch.exp(sums).split(SUB, dim=3)
-    from_start = both * torch.cat([grown, grown], dim=3)
-    to_end = k.view(shape) * faded
-    diagonal = _diagonal(both, k.view(shape), g, local, total)
-    kk, qk = k.new_zeros(n, h, c, c), k.new_zeros(n, h, c, c)
-    for a in range(blocks):
-        rows = slice(a * SUB, (a + 1) * SUB)
-        kk[..., rows, rows] = diagonal[:, :, a, :SUB].tril(-1)
-        qk[..., rows, rows] = diagonal[:, :, a, SUB:].tril()
-        if a:
-            columns = (to_end[:, :, :a] * gaps[:, :, a, :a]).view(n, h, a * SUB, width)
-            both_rows = from_start[:, :, a] @ columns.transpose(-1, -2)
-            kk[..., rows, : a * SUB] = both_rows[:, :, :SUB]
-            qk[..., rows, : a * SUB] = both_rows[:, :, SUB:]
-    before = F.pad(total[:, :, :-1].cumsum(2), (0, 0, 1, 0))
-    from_start.mul_(torch.exp(before).unsqueeze(3))
-    k_in = from_start[:, :, :, :SUB].reshape(n, h, c, width)
-    q_in = from_start[:, :, :, SUB:].reshape(n, h, c, width)
-    k_out = to_end.mul_(gaps[:, :, blocks]).view(n, h, c, width)
-    return kk, qk, k_in, q_in, k_out, torch.exp(total.sum(2))
-
-
-def _diagonal(both: Tensor, k: Tensor, g: Tensor, local: Tensor, total: Tensor) -> Tensor:
-    """[.., 2 SUB, SUB]: products of a sub-chunk's keys and queries with its own keys under their decay.
-
-    Where the decay over the sub-chunk allows it, exp(c_i - c_j) is split at the middle of the range. Sub-chunks where
-    it does not (an unbounded gate) are computed again, column by column, from sums that begin after the key.
-    """
-    shifted = local - (total * 0.5).unsqueeze(3)
-    rise = torch.exp(shifted)
-    product = (both * torch.cat([rise, rise], dim=3)) @ (k * torch.exp(-shifted)).transpose(-1, -2)
+    reads = k.new_empty(n, h, 2, blocks, SUB, width)
+    torch.mul(k, grown, out=reads[:, :, 0])
+    torch.mul(q, grown, out=reads[:, :, 1])
+    diagonal = reads @ (k / grown).transpose(-1, -2).unsqueeze(2)
     steep = total.amin(-1) < -FACTOR_LIMIT[k.dtype]
     if steep.any():
-        product[steep] = _columns(both[steep], k[steep], g[steep])
-    return product
+        for i, rows in enumerate((k, q)):
+            diagonal[:, :, i][steep] = _columns(rows[steep], k[steep], g[steep])
+    to_end = faded * k
+    products = k.new_zeros(n, h, 2, c, c)
+    for a in range(blocks):
+        rows = slice(a * SUB, (a + 1) * SUB)
+        products[:, :, 0, rows, rows] = diagonal[:, :, 0, a].tril(-1)
+        products[:, :, 1, rows, rows] = diagonal[:, :, 1, a].tril()
+        if a:
+            columns = (to_end[:, :, :a] * gaps[:, :, a, :a]).view(n, h, a * SUB, width)
+            seen = reads[:, :, :, a].reshape(n, h, 2 * SUB, width) @ columns.transpose(-1, -2)
+            products[:, :, :, rows, : a * SUB] = seen.view(n, h, 2, SUB, a * SUB)
+    before = F.pad(total[:, :, :-1].cumsum(2), (0, 0, 1, 0))
+    reads.mul_(torch.exp(before).view(n, h, 1, blocks, 1, width))
+    k_out = to_end.mul_(gaps[:, :, blocks]).view(n, h, c, width)
+    kk, qk = products.unbind(2)
+    return kk, qk, reads.view(n, h, 2 * c, width), k_out, torch.exp(total.sum(2))
 
 
-def _columns(both: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """The products of ``_diagonal`` for sub-chunks of any decay; all [n, SUB or 2 SUB, K]."""
+def _columns(rows: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """[n, SUB, SUB] products of rows and keys [n, SUB, K] of a sub-chunk under any decay g, column by column, from
+    sums that begin after the column's key."""
     columns = []
     later = g.clone()
     for j in range(SUB):
         later[:, j] = 0
-        fade = torch.exp(later.cumsum(1)) * k[:, j : j + 1]
-        columns.append(torch.linalg.vecdot(both, torch.cat([fade, fade], dim=1)))
+        columns.append(torch.linalg.vecdot(rows, torch.exp(later.cumsum(1)) * k[:, j : j + 1]))
     return torch.stack(columns, dim=-1)
 
 
 def _scan(
-    fresh: Tensor, reads: Tensor, qk: Tensor, k_out: Tensor, decay: Tensor, states: Tensor, layout: TileLayout
+    v: Tensor,
+    solve: Tensor,
+    reads: Tensor,
+    qk: Tensor,
+    k_out: Tensor,
+    decay: Tensor,
+    states: Tensor,
+    layout: TileLayout,
 ) -> Tensor:
     """Carry the states through the tiles, step by step; returns outputs [tiles, H, C, V]."""
     c = layout.tile
     blocks = torch.tensor(layout.blocks, device=states.device)
     s = states[blocks]
     heads, width, values = s.shape[1:]
-    out = torch.empty_like(fresh)
+    out = torch.empty_like(v)
     at = 0
     for n in layout.active:
         tile = slice(at, at + n)
         live = s[:n]
         seen = reads[tile] @ live
-        corrected = fresh[tile] - seen[:, :, :c]
+        corrected = solve[tile] @ (v[tile] - seen[:, :, :c])
         torch.add(seen[:, :, c:], qk[tile] @ corrected, out=out[tile])
         live.mul_(decay[tile].unsqueeze(-1))
         flat = live.view(n * heads, width, values)
-        flat.baddbmm_(k_out[tile].reshape(n * heads, width, c), corrected.reshape(n * heads, c, values))
+        keys = k_out[tile].view(n * heads, c, width).transpose(1, 2)
+        flat.baddbmm_(keys, corrected.view(n * heads, c, values))
         at += n
     states[blocks] = s
     return out

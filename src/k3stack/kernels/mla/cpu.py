@@ -26,16 +26,28 @@ def decode(q: Tensor, rows: Tensor, page_table: Tensor, lengths: list[int], kv_b
     q [R, H, nope + shared], rows [pages, page rows, latent + shared] (one layer's cache, the new rows written),
     page_table int64 [R, M], lengths: rows to attend to, the new one included -> [R, H, v].
     """
-    latent = kv_b.shape[2]
+    latent, page_rows = kv_b.shape[2], rows.shape[1]
     nope = q.shape[-1] - (rows.shape[2] - latent)
     wide = absorb(q, kv_b, nope)
     context = wide.new_empty(*q.shape[:2], latent)
-    page_rows = rows.shape[1]
+    by_pages: dict[int, list[int]] = {}
     for r, length in enumerate(lengths):
-        pages = page_table[r, : -(-length // page_rows)]
-        seen = widen(rows[pages].view(-1, rows.shape[2])[:length])
-        p = torch.softmax(wide[r] @ seen.T, dim=-1)
-        torch.mm(p, seen[:, :latent], out=context[r])
+        by_pages.setdefault(-(-length // page_rows), []).append(r)
+    for pages, members in by_pages.items():
+        one_group = len(members) == len(lengths)
+        index = slice(None) if one_group else torch.tensor(members, device=q.device)
+        seen = widen(rows[page_table[index, :pages]].view(len(members), pages * page_rows, rows.shape[2]))
+        counts = [lengths[r] for r in members]
+        shortest, longest = min(counts), max(counts)
+        seen = seen[:, :longest]
+        scores = torch.bmm(wide[index], seen.transpose(1, 2))
+        if shortest < longest:
+            # Rows after the last one hold anything, NaN included: neither scores nor values may see them.
+            ends = torch.tensor(counts, device=q.device).view(-1, 1)
+            past = torch.arange(shortest, longest, device=q.device) >= ends
+            scores[:, :, shortest:].masked_fill_(past.unsqueeze(1), float("-inf"))
+            seen[:, shortest:].masked_fill_(past.unsqueeze(2), 0.0)
+        context[index] = torch.bmm(torch.softmax(scores, dim=-1), seen[:, :, :latent])
     return _project(context.transpose(0, 1), kv_b, nope, q.dtype)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from k3stack.kernels.linear import cpu as linear
 from k3stack.kernels.linear.cpu import Weight
@@ -41,6 +42,8 @@ def experts(
     results nobody reads), which is faster than computing fewer rows.
     """
     tokens, top_k = ids.shape
+    if tokens == 1:
+        return _experts_of_one(x, ids[0].tolist(), weights, w13, w2, activation)
     flat = ids.reshape(-1)
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=len(w13))
@@ -50,14 +53,31 @@ def experts(
     used = [(e, n) for e, n in enumerate(sizes.tolist()) if n]
     source = torch.zeros(sum(n for _, n in used), dtype=torch.int64, device=x.device)
     source[place] = order.div(top_k, rounding_mode="floor")
-    groups = x[source].split([n for _, n in used])
+    sizes_used = [n for _, n in used]
+    groups = x.index_select(0, source).split(sizes_used)
     hidden = [linear.linear(group, w13[e]) for group, (e, _) in zip(groups, used, strict=True)]
     if source.shape[0] <= FEW_ROWS:
-        inner = activation(torch.cat(hidden)).split([n for _, n in used])
+        inner = activation(torch.cat(hidden)).split(sizes_used)
     else:
         inner = tuple(activation(h) for h in hidden)
-    results = torch.cat([linear.linear(h, w2[e]) for h, (e, _) in zip(inner, used, strict=True)])
+    results = widen(torch.cat([linear.linear(h, w2[e]) for h, (e, _) in zip(inner, used, strict=True)]))
     where = torch.empty_like(place)
     where[order] = place
-    terms = widen(results[where]).view(tokens, top_k, -1)
-    return torch.bmm(weights.unsqueeze(1), terms).squeeze(1).to(x.dtype)
+    # One fused pass: gather each token's k results, weigh and add them, in the order of ids.
+    return F.embedding_bag(where.view(tokens, top_k), results, per_sample_weights=weights, mode="sum").to(x.dtype)
+
+
+def _experts_of_one(
+    x: Tensor,
+    chosen: list[int],
+    weights: Tensor,
+    w13: Sequence[Weight],
+    w2: Sequence[Weight],
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The experts of a single token: nothing to group, every expert reads the same rows."""
+    rows = F.pad(x, (0, 0, 0, linear.ROWS - 1))
+    inner = activation(torch.cat([linear.linear(rows, w13[e])[:1] for e in chosen]))
+    filled = F.pad(inner.unsqueeze(1), (0, 0, 0, linear.ROWS - 1))
+    results = torch.cat([linear.linear(filled[j], w2[e])[:1] for j, e in enumerate(chosen)])
+    return (weights @ widen(results)).to(x.dtype)

@@ -11,7 +11,8 @@ from k3stack.kernels.precision import widen
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``reference.rms_norm``."""
     a = widen(x)
-    scale = torch.rsqrt(torch.linalg.vecdot(a, a).unsqueeze(-1).div_(a.shape[-1]).add_(eps))
+    length = torch.linalg.vector_norm(a, dim=-1, keepdim=True)
+    scale = length.square_().div_(a.shape[-1]).add_(eps).rsqrt_()
     y = a * scale
     return y.mul_(weight) if y.dtype == x.dtype else y.to(x.dtype).mul_(weight)
 
@@ -19,7 +20,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``reference.gated_rms_norm``."""
     a = widen(x)
-    scale = torch.rsqrt(torch.linalg.vecdot(a, a).unsqueeze(-1).div_(a.shape[-1]).add_(eps))
+    length = torch.linalg.vector_norm(a, dim=-1, keepdim=True)
+    scale = length.square_().div_(a.shape[-1]).add_(eps).rsqrt_()
     y = (a * scale).mul_(weight).mul_(torch.sigmoid(widen(gate)))
     return y.to(gate.dtype)
 
@@ -27,4 +29,5 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 def l2_norm(x: Tensor, eps: float) -> Tensor:
     """See ``reference.l2_norm``."""
     a = widen(x)
-    return a * torch.rsqrt(torch.linalg.vecdot(a, a).unsqueeze(-1).add_(eps))
+    length = torch.linalg.vector_norm(a, dim=-1, keepdim=True)
+    return a * length.square_().add_(eps).rsqrt_()

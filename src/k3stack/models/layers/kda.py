@@ -8,7 +8,7 @@ from torch import Tensor
 from k3stack.config.geometry import ModelGeometry
 from k3stack.kernels.precision import wide_dtype, widen
 from k3stack.kernels.select import Kernels
-from k3stack.models.batch import Step
+from k3stack.models.batch import Step, Tail
 from k3stack.models.layers.part import Part, Slot, empty, first, taps_first
 from k3stack.models.views import ArenaViews
 
@@ -62,8 +62,9 @@ class KdaAttention(Part):
         self.w_in, self.w_f, self.w_out = pack(self.w_in), pack(self.w_f), pack(self.w_out)
         self.w_g = None if self.w_g is None else pack(self.w_g)
 
-    def __call__(self, x: Tensor, step: Step, views: ArenaViews) -> Tensor:
-        """x [T, hidden] (normed) -> [T, hidden]; states and windows of the step's rows move on in place."""
+    def __call__(self, x: Tensor, step: Step, views: ArenaViews, tail: Tail | None = None) -> Tensor:
+        """x [T, hidden] (normed) -> [T, hidden], or [N, hidden] of the ``tail``'s tokens; states and windows of the
+        step's rows move on in place."""
         tokens, heads, k = x.shape[0], self.heads, self.head_dim
         raw, f, gate, b = self.kernels.linear(x, self.w_in).split(self.sizes, dim=1)
         z = widen(self.kernels.linear(f, self.w_f)) + self.dt_bias
@@ -73,6 +74,8 @@ class KdaAttention(Part):
         qk = self.kernels.l2_norm(qkv[:, : 2 * self.width].view(tokens, 2 * heads, k), L2_EPS)
         v = qkv[:, 2 * self.width :].view(tokens, heads, k)
         o = self._recur(qk[:, :heads], qk[:, heads:], v, g, beta, step, views.recurrent(self.index))
+        if tail is not None:
+            o, gate, tokens = o[tail.tokens], gate[tail.tokens], len(tail.lengths)
         if self.w_g is not None:
             gate = self.kernels.linear(gate, self.w_g)
         y = self.kernels.gated_rms_norm(o, gate.reshape(tokens, heads, k), self.norm, self.eps)

@@ -8,13 +8,13 @@ from torch import Tensor
 from k3stack.config.geometry import ModelGeometry
 from k3stack.kernels.precision import widen
 from k3stack.kernels.select import Kernels
-from k3stack.models.batch import Step
+from k3stack.models.batch import Step, Tail
 from k3stack.models.layers.part import Part, Slot, empty
 from k3stack.models.views import ArenaViews
 
 
 class MlaAttention(Part):
-    """``index`` counts MLA layers from 0. All projections of the input are one weight: q (or q_a), kv_a, gate."""
+    """``index`` counts MLA layers from 0. Projections of the input: kv_a, and as one weight q (or q_a) and gate."""
 
     def __init__(
         self,
@@ -29,9 +29,10 @@ class MlaAttention(Part):
         self.index, self.kernels, self.latent_eps = index, kernels, latent_eps
         self.heads, self.latent, self.qk_dim = mla.heads, mla.kv_lora_rank, mla.qk_dim
         out_width = mla.heads * mla.v_dim
-        self.q_lora, self.output_gate = mla.q_lora_rank, mla.output_gate
+        self.q_lora, self.output_gate, self.out_width = mla.q_lora_rank, mla.output_gate, out_width
         queries = self.heads * self.qk_dim
-        self.sizes = (self.q_lora or queries, mla.row_width, out_width if self.output_gate else 0)
+        self.sizes = (self.q_lora or queries, out_width if self.output_gate else 0)
+        self.w_kv = empty(mla.row_width, hidden, dtype=dtype, device=device)
         self.w_in = empty(sum(self.sizes), hidden, dtype=dtype, device=device)
         if self.q_lora is not None:
             self.q_norm = empty(self.q_lora, dtype=dtype, device=device)
@@ -41,9 +42,9 @@ class MlaAttention(Part):
         self.w_out = empty(hidden, out_width, dtype=dtype, device=device)
 
     def slots(self) -> dict[str, Slot]:
-        q, kv_a, gate = self.w_in.split(list(self.sizes))
+        q, gate = self.w_in.split(list(self.sizes))
         slots = {
-            "mla.kv_a_proj_with_mqa": Slot(kv_a),
+            "mla.kv_a_proj_with_mqa": Slot(self.w_kv),
             "mla.kv_a_layernorm": Slot(self.kv_norm),
             "mla.kv_b_proj": Slot(self.kv_b.view(-1, self.latent)),
             "mla.o_proj": Slot(self.w_out),
@@ -59,20 +60,29 @@ class MlaAttention(Part):
         return slots
 
     def finish(self) -> None:
-        self.w_in, self.w_out = self.kernels.pack(self.w_in), self.kernels.pack(self.w_out)
+        pack = self.kernels.pack
+        self.w_kv, self.w_in, self.w_out = pack(self.w_kv), pack(self.w_in), pack(self.w_out)
         if self.q_lora is not None:
-            self.w_q = self.kernels.pack(self.w_q)
+            self.w_q = pack(self.w_q)
 
-    def __call__(self, x: Tensor, step: Step, views: ArenaViews) -> Tensor:
-        """x [T, hidden] (normed) -> [T, hidden]; writes the new tokens' cache rows, then attends."""
-        tokens = x.shape[0]
-        q, kv, gate = self.kernels.linear(x, self.w_in).split(self.sizes, dim=1)
-        if self.q_lora is not None:
-            q = self.kernels.linear(self.kernels.rms_norm(q, self.q_norm, self.latent_eps), self.w_q)
+    def __call__(self, x: Tensor, step: Step, views: ArenaViews, tail: Tail | None = None) -> Tensor:
+        """x [T, hidden] (normed) -> [T, hidden], or [N, hidden] of the ``tail``'s tokens; writes the cache rows of all
+        new tokens, then attends."""
+        kv = self.kernels.linear(x, self.w_kv)
         latent = self.kernels.rms_norm(kv[:, : self.latent], self.kv_norm, self.latent_eps)
         rows = views.rows(self.index)
         rows[step.cache_slots(rows.shape[1])] = torch.cat([latent, kv[:, self.latent :]], dim=1)
-        o = self._attend(q.reshape(tokens, self.heads, self.qk_dim), rows, step).reshape(tokens, -1)
+        if tail is not None:
+            x = x[tail.tokens]
+        tokens = x.shape[0]
+        q, gate = self.kernels.linear(x, self.w_in).split(self.sizes, dim=1)
+        if self.q_lora is not None:
+            q = self.kernels.linear(self.kernels.rms_norm(q, self.q_norm, self.latent_eps), self.w_q)
+        q = q.reshape(tokens, self.heads, self.qk_dim)
+        if tail is None:
+            o = self._attend(q, rows, step).reshape(tokens, self.out_width)
+        else:
+            o = self.kernels.mla_decode(q, rows, tail.pages, tail.lengths, self.kv_b).reshape(tokens, self.out_width)
         if self.output_gate:
             o = (widen(o) * torch.sigmoid(widen(gate))).to(x.dtype)
         return self.kernels.linear(o, self.w_out)

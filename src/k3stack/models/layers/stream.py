@@ -30,8 +30,12 @@ class Stream(Protocol):
         """The stream (or running prefix) as it stands."""
         ...
 
-    def final(self, index: Tensor) -> Tensor:
-        """[N, hidden] of the tokens ``index``, before the final norm."""
+    def keep(self, tokens: Tensor) -> None:
+        """Go on with these tokens alone, in this order."""
+        ...
+
+    def final(self) -> Tensor:
+        """[T, hidden] of the tokens kept, before the final norm."""
         ...
 
 
@@ -56,8 +60,11 @@ class PlainStream:
     def current(self) -> Tensor:
         return self.x
 
-    def final(self, index: Tensor) -> Tensor:
-        return self.x[index]
+    def keep(self, tokens: Tensor) -> None:
+        self.x = self.x[tokens]
+
+    def final(self) -> Tensor:
+        return self.x
 
 
 class ResidualScorers(Part):
@@ -128,6 +135,8 @@ class ResidualStream:
     def current(self) -> Tensor:
         return self.bank[:, self.prefix]
 
-    def final(self, index: Tensor) -> Tensor:
-        rows = self.bank[index][:, : self.prefix + 1]
-        return self.scorers.kernels.residual_mix(rows, self.scorers.output[0], self.scorers.eps)
+    def keep(self, tokens: Tensor) -> None:
+        self.bank = self.bank[tokens]
+
+    def final(self) -> Tensor:
+        return self._mix(self.scorers.output[0])
