@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from k3stack.errors import CheckpointError, UserError
-from k3stack.kernels.linear.cpu import Weight
+from k3stack.kernels.linear.cpu import unpack
 from k3stack.models.layers.ffn import MoeFfn
 from k3stack.models.layers.kda import KdaAttention
 from k3stack.models.load import load_model
@@ -23,10 +23,6 @@ from tests.cpu.harness import GOLDEN, NAMES, TestArena
 
 K3, LINEAR = "k3_tiny_open", "kimi_linear_tiny_open"
 Tensors = dict[str, torch.Tensor]
-
-
-def plain(weight: Weight) -> torch.Tensor:
-    return weight if isinstance(weight, torch.Tensor) else weight.data.to_dense()
 
 
 @pytest.fixture
@@ -89,17 +85,17 @@ def test_values_arrive_exactly(name: str, dtype: str) -> None:
     assert isinstance(kda, KdaAttention)
     width = kda.width
     key = files[f"{prefix}self_attn.k_proj.weight"]
-    assert torch.equal(plain(kda.w_in)[width : 2 * width], key.to(net.dtype))
+    assert torch.equal(unpack(kda.w_in)[width : 2 * width], key.to(net.dtype))
     conv = files[f"{prefix}self_attn.v_conv1d.weight"]
     assert torch.equal(kda.conv[:, 2 * width :], conv[:, 0].T.to(kda.conv.dtype))
     a_log = files[f"{prefix}self_attn.A_log"].flatten()[: kda.heads]
     assert torch.equal(kda.exp_a, a_log.to(kda.exp_a.dtype).exp())
-    assert torch.equal(plain(net.lm_head), files[f"{net.geometry.prefix}lm_head.weight"].to(net.dtype))
+    assert torch.equal(unpack(net.lm_head), files[f"{net.geometry.prefix}lm_head.weight"].to(net.dtype))
     ffn = net.layers[1].ffn
     assert isinstance(ffn, MoeFfn)
     if not net.geometry.moe.mxfp4:
         w3 = files[f"{prefix}block_sparse_moe.experts.5.w3.weight"]
-        assert torch.equal(plain(ffn.w13[5])[net.geometry.moe.expert_width :], w3.to(net.dtype))
+        assert torch.equal(unpack(ffn.w13[5])[net.geometry.moe.expert_width :], w3.to(net.dtype))
 
 
 def test_one_file_without_index(tmp_path: Path) -> None:
@@ -112,7 +108,7 @@ def test_one_file_without_index(tmp_path: Path) -> None:
     save_file(tensors, whole / "model.safetensors")
     net = load_model(whole, dtype="float32", progress=False)
     for mine, theirs in zip(net.all_weights(), split.all_weights(), strict=True):
-        assert torch.equal(plain(mine), plain(theirs))
+        assert torch.equal(unpack(mine), unpack(theirs))
 
 
 def test_side_tensors_of_kimi_linear_in_either_dtype(tmp_path: Path) -> None:

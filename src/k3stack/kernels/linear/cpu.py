@@ -51,6 +51,11 @@ def pack(weight: Tensor) -> Weight:
     return Packed(data, (weight.shape[0], weight.shape[1]), weight.dtype)
 
 
+def unpack(weight: Weight) -> Tensor:
+    """The plain weight [out, in] (a copy, where it was packed)."""
+    return weight if isinstance(weight, Tensor) else weight.data.to_dense()
+
+
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """x [T, in] -> [T, out] in x's dtype; see ``reference.linear``."""
     if isinstance(weight, Tensor):
