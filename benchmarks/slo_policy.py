@@ -25,6 +25,7 @@ POLICIES = {
     "prefill-first": SimSettings(policy="prefill-first"),
     "mixed chunks": SimSettings(policy="prefill-first", mixed=True),
     "slo": SimSettings(policy="slo", mixed=True),
+    "slo, told lengths": SimSettings(policy="slo", mixed=True, told_lengths=True),
 }
 RATES = (0.5, 0.75, 1.0, 1.25, 1.5)
 
@@ -73,14 +74,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--efficiency", help="another set of step-time constants, such as roofline")
     parser.add_argument("--means", default="120,230,400")
-    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--policies", default=";".join(POLICIES), help="separated by semicolons")
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--share", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     means = [float(m) for m in args.means.split(",")]
     cells: dict[str, list[Cell]] = {}
-    for name in args.policies.split(","):
+    for name in args.policies.split(";"):
         settings = replace(POLICIES[name], efficiency=args.efficiency)
         cells[name] = [sustained(settings, m, args.repeats) for m in means]
         if not args.json:
@@ -92,7 +93,7 @@ def main() -> None:
     if args.json:
         print(msgspec.json.encode(cells).decode())
     if args.share:
-        for name in args.policies.split(","):
+        for name in args.policies.split(";"):
             settings = replace(POLICIES[name], efficiency=args.efficiency)
             for m in means:
                 shares = [share(settings, m, r, args.repeats) for r in RATES]

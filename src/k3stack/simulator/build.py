@@ -44,6 +44,8 @@ class SimSettings:
     target: Target = field(default_factory=Target)
     mixed: bool = False
     max_gap_s: float | None = None
+    told_lengths: bool = False
+    """Policy slo is told how long each answer will be: to see what knowing it would be worth."""
     efficiency: str | None = None
     """Another set of efficiencies than the scenario's: a shipped name or a file."""
     constants: Efficiency | None = None
@@ -144,9 +146,10 @@ class Builder:
                 raise UserError("--max-gap is for policy slo; prefill-first knows no bound on a gap", param="max-gap")
             return PrefillFirst(mixed=settings.mixed)
         if settings.policy == "slo":
+            options = SloOptions(max_gap_s=settings.max_gap_s, mixed=settings.mixed, told_lengths=settings.told_lengths)
             # It predicts steps with the same model that prices them, and corrects that by what it observes, as a
             # server would: of a drafter's accepted tokens and a pipeline it knows only what it has seen.
-            return Slo(CorrectedCost(price.model), SloOptions(max_gap_s=settings.max_gap_s, mixed=settings.mixed))
+            return Slo(CorrectedCost(price.model), options)
         raise UserError(f"policy {settings.policy!r} is not known; known: prefill-first, slo", param="policy")
 
     def layout(self, spec: ServerSpec) -> ParallelLayout:
