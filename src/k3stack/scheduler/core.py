@@ -28,6 +28,8 @@ class Flight:
     decode: list[Entry]
     work: list[tuple[Entry, bool]]
     """Entry, and whether its work samples a token."""
+    masked: list[tuple[int, Entry]]
+    """Rows whose sampler waits for a mask, and whose they were when the plan was made."""
     void: bool = False
     """Its step, or one before it, failed: the result says nothing."""
 

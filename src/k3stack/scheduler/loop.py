@@ -49,13 +49,12 @@ class StepLoop:
                 return
             try:
                 handle = self.executor.submit(plan)
-                rows = self.scheduler.masked_rows(plan)
-                if rows:
-                    self.executor.masks(plan.step, self._masks_of(rows))
             except BaseException as e:
                 self._broken(e)
                 raise
             self.flights.append(handle)
+            if len(self.flights) == 1:
+                self._give_masks()
 
     def land(self) -> None:
         """Wait for the oldest step in flight and commit its result."""
@@ -66,16 +65,29 @@ class StepLoop:
             self._broken(e)
             raise
         self.scheduler.commit(result)
+        if self.flights:
+            self._give_masks()
 
     def run(self) -> None:
         """Turn until nothing is left to do."""
         while self.turn():
             pass
 
-    def _masks_of(self, rows: Sequence[MaskedRow]) -> Mapping[int, bytes]:
-        if self.masks is None:
-            raise BugError(f"request {rows[0].rid!r} needs grammar masks and the loop has no source of them")
-        return self.masks(rows)
+    def _give_masks(self) -> None:
+        """The masks of the oldest step in flight: those before it are committed, so each row's last token is known. Its
+        forward pass has been running meanwhile; only its sampler waits."""
+        wanted, ended = self.scheduler.masked_rows()
+        if not wanted and not ended:
+            return
+        try:
+            if wanted and self.masks is None:
+                raise BugError(f"request {wanted[0].rid!r} needs grammar masks and the loop has no source of them")
+            masks = dict(self.masks(wanted)) if wanted and self.masks is not None else {}
+            masks.update((row, b"") for row in ended)
+            self.executor.masks(self.flights[0].step, masks)
+        except BaseException as e:
+            self._broken(e)
+            raise
 
     def _broken(self, error: BaseException) -> None:
         self.flights.clear()

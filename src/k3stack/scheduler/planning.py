@@ -83,11 +83,8 @@ class Planner:
             if row < 0:
                 continue
             length = int(core.rows.length[row])
-            masked = entry.request.masked
-            if masked and len(entry.ids) <= length:
-                continue  # its mask depends on a token that is still in flight
             if length < core.rows.horizon[row] or self._ready(entry, draft):
-                work = RowWork(row=row, start=length, ids=None, sample=True, masked=masked)
+                work = RowWork(row=row, start=length, ids=None, sample=True, masked=entry.request.masked)
                 draft.work.append(Work(entry, work, length + 1))
 
     def _ready(self, entry: Entry, draft: Draft) -> bool:
@@ -313,7 +310,10 @@ class Planner:
         if rows:
             core.counts["decode_tokens"] += len(rows)
             self.rules.decoded(len(rows))
-        core.flights.append(Flight(core.next_step, rows, entries, [(w.entry, w.work.sample) for w in draft.work]))
+        masked = [(w.work.row, w.entry) for w in draft.work if w.work.masked]
+        core.flights.append(
+            Flight(core.next_step, rows, entries, [(w.entry, w.work.sample) for w in draft.work], masked)
+        )
         pending = core.pending
         group = GroupPlan(
             ended=tuple(pending.ended),

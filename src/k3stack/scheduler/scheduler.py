@@ -187,16 +187,19 @@ class Scheduler:
         events, core.events = core.events, []
         return events
 
-    def masked_rows(self, plan: StepPlan) -> list[MaskedRow]:
-        """The rows of ``plan``, just made, that wait for a mask."""
-        running = self._core.rows.running
-        found = []
-        for group in plan.groups:
-            for work in group.work:
-                if work.masked:
-                    entry = running[work.row]
-                    found.append(MaskedRow(work.row, entry.rid, entry.ids[entry.prompt_len :]))
-        return found
+    def masked_rows(self) -> tuple[list[MaskedRow], list[int]]:
+        """Of the oldest plan in flight: the rows that wait for a mask, and those whose request has ended meanwhile, for
+        which an empty one will do. Every plan before it is committed, so their last outputs are known."""
+        if not self._core.flights:
+            return [], []
+        flight = self._core.flights[0]
+        wanted, ended = [], []
+        for row, entry in flight.masked:
+            if entry.ended or flight.void:
+                ended.append(row)
+            else:
+                wanted.append(MaskedRow(row, entry.rid, entry.ids[entry.prompt_len :]))
+        return wanted, ended
 
     # -- looking in -----------------------------------------------------------------------------------------------
 

@@ -33,7 +33,8 @@ class Executor(Protocol):
 
     def masks(self, step: int, masks: Mapping[int, bytes]) -> None:
         """Allowed-token bit masks (little-endian bits, ceil(vocab / 8) bytes) by row, for the rows of ``step`` whose
-        work is ``masked``. Must be called before ``wait`` for such a step."""
+        work is ``masked``. Must be called before ``wait`` for such a step. Empty: anything goes, since the request has
+        ended and the token will be dropped."""
         ...
 
     def ready(self, handle: StepHandle) -> bool:

@@ -255,7 +255,7 @@ def test_no_preemption_for_priority_when_it_is_off() -> None:
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
-def test_masked_rows_are_planned_when_their_last_token_is_known(overlap: int) -> None:
+def test_masked_rows_decode_in_every_step_with_masks_of_all_tokens_before(overlap: int) -> None:
     def mask_of(outputs: Sequence[int]) -> bytes:
         allowed = {(7 * len(outputs) + sum(outputs)) % 64, 9}
         return bytes(sum(1 << (i & 7) for i in allowed if i >> 3 == byte) for byte in range(8))
@@ -266,6 +266,8 @@ def test_masked_rows_are_planned_when_their_last_token_is_known(overlap: int) ->
     rig.run()
     rig.check_tokens()
     assert len(rig.tokens["g"]) == 10
+    steps = [p.step for p in rig.plans if any(w.masked for w in p.groups[0].work)]
+    assert steps[-1] - steps[0] <= 9 + 1, "a chunk of the other request at most comes in between"
 
 
 def test_masked_rows_without_a_source_of_masks_are_a_bug() -> None:

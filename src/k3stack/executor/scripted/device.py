@@ -81,7 +81,7 @@ class ToyDevice:
             mask = masks.get(work.row)
             if work.masked and mask is None:
                 raise DeviceFault(f"row {work.row} waits for a mask that never came")
-            result = self._forward(work.row, work, work.start, seen, mask)
+            result = self._forward(work.row, work, work.start, seen, mask or None)
             if work.row in failing:
                 result = RowResult(row=work.row, error=failing[work.row])
             rows.append(result)

@@ -237,7 +237,7 @@ class TorchExecutor:
         missing = [row for row in batch.masked if row not in masks]
         if missing:
             raise BugError(f"no mask was given for rows {missing}")
-        return {index: masks[row] for row, index in batch.masked.items()}
+        return {index: masks[row] for row, index in batch.masked.items() if masks[row]}
 
     def _apply_rows(self, group: GroupPlan) -> None:
         for row in group.ended:
