@@ -45,6 +45,8 @@ class Found:
     ends: Counter[str] = field(default_factory=Counter)
     wrong: list[dict[str, Any]] = field(default_factory=list)
     longest_s: float = 0.0
+    longest: int = -1
+    """Number of the request that took longest."""
 
     def report(self, number: int, path: str, body: bytes, what: str) -> None:
         """Keep what is needed to repeat the request."""
@@ -86,7 +88,9 @@ async def one(target: Target, found: Found, number: int, rng: random.Random, pat
     except (ConnectionError, asyncio.IncompleteReadError) as e:
         # A server may close the connection while a body is still being sent, but must have answered.
         found.report(number, path, body, f"the connection broke: {e!r}")
-    found.longest_s = max(found.longest_s, time.monotonic() - began)
+    seconds = time.monotonic() - began
+    if seconds > found.longest_s:
+        found.longest_s, found.longest = seconds, number
 
 
 async def _talk(
@@ -269,6 +273,7 @@ def main() -> int:
         "seed": args.seed,
         "seconds": round(seconds, 1),
         "longest_s": round(found.longest_s, 2),
+        "longest": found.longest,
         "statuses": dict(sorted(found.statuses.items())),
         "ends": dict(found.ends),
         "clients": dict(found.clients),

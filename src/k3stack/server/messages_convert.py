@@ -201,6 +201,6 @@ def _choice(choice: Json | None) -> tuple[str | Json | None, bool]:
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}, parallel
     names = {"auto": "auto", "any": "required", "none": "none"}
-    if kind not in names:
+    if not isinstance(kind, str) or kind not in names:
         raise UserError(f"tool_choice.type is {kind!r}; it must be auto, any, tool or none", param="tool_choice.type")
     return names[kind], parallel

@@ -63,6 +63,14 @@ def test_tool_calls_of_another_type_on_a_user_message(server: str) -> None:
         assert httpx.post(f"{server}/v1/chat/completions", json=body, timeout=30).status_code in (200, 400)
 
 
+def test_tool_choice_of_another_type_in_anthropics_form(server: str) -> None:
+    """Found by the fuzzer: a list has no hash, so it could not be looked up."""
+    for kind in (["auto"], {"a": 1}, 1, None):
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "tool_choice": {"type": kind}}
+        answer = httpx.post(f"{server}/v1/messages", json=body, timeout=30)
+        assert answer.status_code == 400 and "tool_choice" in answer.text
+
+
 def test_same_seed_same_requests() -> None:
     twice = [[request(random.Random(f"7-{i}"), list(SEEDS)) for i in range(50)] for _ in range(2)]
     assert twice[0] == twice[1]
