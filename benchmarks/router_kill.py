@@ -4,7 +4,7 @@
     python benchmarks/router_kill.py --router smg --policy round_robin --kill engine
 
 Installs the router into an environment of its own (``--venvs``), starts it with two scripted workers, sends streaming
-requests, freezes one worker for half a second (so that requests without a first byte pile up in it) and kills it.
+requests, freezes one worker for 1.5 s (so that requests without a first byte pile up in it) and kills it.
 Exit status 1 unless every request that had no first byte succeeded, every stream that was cut ended at the client as an
 error, none was answered twice, and the router took the dead worker's successor in again.
 """
@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.scripted_worker import expected  # noqa: E402
 
-TOKENS, STEP_MS, FROZEN_S = 60, 20.0, 0.5
+TOKENS, STEP_MS, FROZEN_S = 60, 20.0, 1.5
 WORDS = "state page block arena snapshot cache row token step queue prefix tree route expert chunk target".split()
 MODULES = {"sglang-router": "sglang_router.launch_router", "smg": "smg.launch_router"}
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
+import os
 import random
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from benchmarks.fuzz_chat import Found, check, fuzz, left_behind
-from benchmarks.mutations import SEEDS, as_bytes, mutate, request
+from benchmarks.mutations import SEEDS, as_bytes, bounded, mutate, places, request
 
 ROOT = Path(__file__).parents[3]
 
@@ -54,6 +57,33 @@ def test_seeds_are_served_when_nothing_is_changed(server: str) -> None:
                 body = {**body, "max_tokens": 2}
             answer = httpx.post(f"{server}{path}", json=body, timeout=30)
             assert answer.status_code == 200, (path, body, answer.text)
+
+
+KINDS = (None, True, -1, 1.5, "x", [], ["auto"], [[]], {}, {"a": 1})
+
+
+def retyped() -> list[tuple[str, Any]]:
+    """Every body with one of its members, at any depth, replaced by a value of every JSON type."""
+    found = []
+    for path, seeds in SEEDS.items():
+        for seed in seeds:
+            for number in range(len(list(places(seed)))):
+                for value in KINDS:
+                    body = copy.deepcopy(seed)
+                    at, key = list(places(body))[number]
+                    at[key] = copy.deepcopy(value)
+                    found.append((path, bounded(random.Random(0), path, body)))
+    return found
+
+
+def test_members_of_every_type(server: str) -> None:
+    """A sample here; all of them, some thousands, with SAMPLE=0 in the environment."""
+    size = int(os.environ.get("SAMPLE", "400"))
+    bodies = retyped()
+    with httpx.Client(base_url=server, timeout=60) as client:
+        for path, body in random.Random(3).sample(bodies, size) if size else bodies:
+            answer = client.post(path, json=body)
+            assert answer.status_code < 500, (path, body, answer.text)
 
 
 def test_tool_calls_of_another_type_on_a_user_message(server: str) -> None:
