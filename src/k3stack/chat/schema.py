@@ -159,7 +159,7 @@ def _follow(reference: str, root: Schema, path: str) -> Schema:
         key = step.replace("~1", "/").replace("~0", "~")
         if isinstance(target, Mapping) and key in target:
             target = target[key]
-        elif isinstance(target, list) and key.isdecimal() and int(key) < len(target):
+        elif isinstance(target, list) and key.isdecimal() and len(key) < 10 and int(key) < len(target):
             target = target[int(key)]
         else:
             raise UserError(f"{path}.$ref {reference!r} points to nothing", param=f"{path}.$ref")

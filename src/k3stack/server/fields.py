@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -16,6 +16,9 @@ from k3stack.config.options import did_you_mean
 from k3stack.errors import UserError
 
 Json = dict[str, Any]
+Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""A whole number that messages to the engine can hold."""
+Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -24,10 +27,10 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int = 1
+    n: Whole = 1
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int = 0
+    top_k: Whole = 0
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -36,9 +39,9 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seed: int | None = None
     stop: str | list[str] = msgspec.field(default_factory=list)
     stop_token_ids: list[int] = msgspec.field(default_factory=list)
-    min_tokens: int = 0
+    min_tokens: Whole = 0
     ignore_eos: bool = False
-    priority: int = 0
+    priority: Priority = 0
     rid: str | None = None
     user: str | None = None
     metadata: Json | None = None
@@ -62,10 +65,10 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool = True
     response_format: Json | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Whole | None = None
+    max_completion_tokens: Whole | None = None
     logprobs: bool = False
-    top_logprobs: int = 0
+    top_logprobs: Whole = 0
     reasoning_effort: str | None = None
     reasoning: Json | None = None
     thinking: bool | Json | None = None
@@ -80,9 +83,9 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
 
     prompt: str | list[str | int | list[int]]
     """A list holds texts, or the ids of one prompt, or lists of ids; not a mixture."""
-    max_tokens: int = 16
+    max_tokens: Whole = 16
     echo: bool = False
-    logprobs: int | None = None
+    logprobs: Whole | None = None
     skip_special_tokens: bool = True
     response_format: Json | None = None
     regex: str | None = None

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from k3stack.errors import UserError
-from k3stack.server.fields import ChatRequest, FieldRules, Fixed, Json
+from k3stack.server.fields import ChatRequest, FieldRules, Fixed, Json, Whole
 
 ERROR_PREFIX = "Error: "
 """Begins the text of a tool result with ``is_error``, since the chat format has no mark for it."""
@@ -19,7 +19,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     messages: list[Json]
     model: str | None = None
-    max_tokens: int | None = None
+    max_tokens: Whole | None = None
     system: str | list[Json] | None = None
     tools: list[Json] | None = None
     tool_choice: Json | None = None
@@ -27,7 +27,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     output_config: Json | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int = 0
+    top_k: Whole = 0
     stop_sequences: list[str] = msgspec.field(default_factory=list)
     stream: bool = False
     metadata: Json | None = None

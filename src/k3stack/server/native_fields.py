@@ -5,18 +5,18 @@ from __future__ import annotations
 import msgspec
 
 from k3stack.errors import UserError
-from k3stack.server.fields import FieldRules, Fixed, Json, convert
+from k3stack.server.fields import FieldRules, Fixed, Json, Priority, Whole, convert
 
 
 class NativeSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``sampling_params``: SGLang's names for what SamplingParams holds."""
 
-    max_new_tokens: int = 128
+    max_new_tokens: Whole = 128
     """0: only the prompt is looked at."""
-    min_new_tokens: int = 0
+    min_new_tokens: Whole = 0
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int = -1
+    top_k: Whole = -1
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -26,7 +26,7 @@ class NativeSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop: str | list[str] = msgspec.field(default_factory=list)
     stop_token_ids: list[int] = msgspec.field(default_factory=list)
     ignore_eos: bool = False
-    n: int = 1
+    n: Whole = 1
     skip_special_tokens: bool = True
     json_schema: str | None = None
     """Text of a JSON schema."""
@@ -41,11 +41,6 @@ class NativeSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def min_tokens(self) -> int:
         return self.min_new_tokens if self.max_new_tokens else 0
 
-    @property
-    def priority(self) -> int:
-        """Stands beside ``sampling_params``, not in it."""
-        return 0
-
 
 class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of /generate."""
@@ -56,11 +51,11 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool = False
     rid: str | list[str] | None = None
     return_logprob: bool = False
-    logprob_start_len: int = -1
+    logprob_start_len: Whole = -1
     """Where the prompt's log-probabilities begin; -1: none of the prompt's."""
-    top_logprobs_num: int = 0
+    top_logprobs_num: Whole = 0
     return_text_in_logprobs: bool = False
-    priority: int = 0
+    priority: Priority = 0
 
 
 GENERATE_RULES = FieldRules(

@@ -18,6 +18,8 @@ TEMPLATE_KEYS = ("thinking", "enable_thinking", "thinking_effort", "preserve_thi
 
 LONGEST_STOP = 256
 LONGEST_RID = 128
+LONGEST_ID = 9
+"""Digits of a token id, leading zeros included."""
 SEED_BITS = 63
 
 
@@ -55,8 +57,6 @@ class Sampled(Protocol):
 
     @property
     def n(self) -> int: ...
-    @property
-    def priority(self) -> int: ...
     @property
     def min_tokens(self) -> int: ...
     @property
@@ -98,14 +98,12 @@ def sampling(
     """Sampling parameters with the server's defaults and limits. Raises UserError naming the field."""
     if request.n > limits.max_choices:
         raise UserError(f"n is {request.n}; this server gives at most {limits.max_choices} choices", param="n")
-    if not -(2**31) <= request.priority < 2**31:
-        raise UserError(f"priority is {request.priority}; it must fit into 32 bits", param="priority")
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=request.min_tokens,
         temperature=temperature if request.temperature is None else request.temperature,
         top_p=top_p if request.top_p is None else request.top_p,
-        top_k=request.top_k,
+        top_k=min(request.top_k, limits.vocab),
         min_p=request.min_p,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
@@ -146,9 +144,9 @@ def bias(raw: dict[str, float], vocab: int) -> dict[int, float]:
     """``logit_bias`` with ids as numbers."""
     found: dict[int, float] = {}
     for key, value in raw.items():
-        if not (key.isascii() and key.isdigit()) or int(key) >= vocab:
+        if not (key.isascii() and key.isdigit()) or len(key) > LONGEST_ID or int(key) >= vocab:
             raise UserError(
-                f"logit_bias has the key {key!r}; keys are token ids from 0 to {vocab - 1}", param="logit_bias"
+                f"logit_bias has the key {key[:40]!r}; keys are token ids from 0 to {vocab - 1}", param="logit_bias"
             )
         if not -100.0 <= value <= 100.0:
             raise UserError(f"logit_bias of {key} is {value}; it must be from -100 to 100", param="logit_bias")

@@ -18,6 +18,9 @@ import pytest
 from benchmarks.fuzz_chat import Found, check, fuzz, left_behind
 from benchmarks.mutations import SEEDS, as_bytes, bounded, mutate, places, request
 
+from k3stack.server.native_fields import NativeSampling
+from k3stack.server.schemas import BODIES
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -59,7 +62,25 @@ def test_seeds_are_served_when_nothing_is_changed(server: str) -> None:
             assert answer.status_code == 200, (path, body, answer.text)
 
 
+DEEP: Any = json.loads("[" * 300 + "]" * 300)
 KINDS = (None, True, -1, 1.5, "x", [], ["auto"], [[]], {}, {"a": 1})
+EXTREMES = (2**31, 2**63, 2**64, -(2**64), 1e308, -1e308, 10**400, "9" * 5000, "\x00", "\u00b2", DEEP, {"9" * 5000: 1})
+
+
+def members() -> list[tuple[str, Any]]:
+    """Every path's first body with each member that the path knows set to each value in turn."""
+    found = []
+    for path, seeds in SEEDS.items():
+        names = [("", name) for name in BODIES[path].__struct_fields__]
+        if path == "/generate":
+            names += [("sampling_params", name) for name in NativeSampling.__struct_fields__]
+        for group, name in names:
+            for value in (*KINDS, *EXTREMES):
+                body = bounded(random.Random(0), path, copy.deepcopy(seeds[0]))
+                at = body.setdefault(group, {}) if group else body
+                at[name] = value
+                found.append((path, body))
+    return found
 
 
 def retyped() -> list[tuple[str, Any]]:
@@ -68,7 +89,7 @@ def retyped() -> list[tuple[str, Any]]:
     for path, seeds in SEEDS.items():
         for seed in seeds:
             for number in range(len(list(places(seed)))):
-                for value in KINDS:
+                for value in (*KINDS, *EXTREMES):
                     body = copy.deepcopy(seed)
                     at, key = list(places(body))[number]
                     at[key] = copy.deepcopy(value)
@@ -79,11 +100,14 @@ def retyped() -> list[tuple[str, Any]]:
 def test_members_of_every_type(server: str) -> None:
     """A sample here; all of them, some thousands, with SAMPLE=0 in the environment."""
     size = int(os.environ.get("SAMPLE", "400"))
-    bodies = retyped()
+    bodies = retyped() + members()
+    wrong = []
     with httpx.Client(base_url=server, timeout=60) as client:
         for path, body in random.Random(3).sample(bodies, size) if size else bodies:
             answer = client.post(path, json=body)
-            assert answer.status_code < 500, (path, body, answer.text)
+            if answer.status_code >= 500:
+                wrong.append((path, body, answer.text))
+    assert wrong == []
 
 
 def test_tool_calls_of_another_type_on_a_user_message(server: str) -> None:
