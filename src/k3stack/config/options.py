@@ -253,6 +253,10 @@ class ServeOptions:
     max_body_mib: float = option(32.0, "Largest request body in MiB; larger ones are answered 413.", "Limits", above=0)
     max_choices: int = option(16, "Largest `n` of a request.", "Limits", low=1, high=128)
     max_stop_strings: int = option(16, "Most `stop` strings of a request.", "Limits", low=0)
+    client_timeout: float = option(
+        60.0, "Seconds after which a client is given up that sends no more of its request or takes nothing of its "
+        "answer.", "Limits", above=0, high=86_400,
+    )  # fmt: skip
     drain_timeout: float = option(
         60.0, "Seconds that running requests get to finish after SIGTERM before they are ended.", "Limits", low=0
     )

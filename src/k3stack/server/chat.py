@@ -34,7 +34,7 @@ LONG_PROMPT_CHARS = 20_000
 async def handle(service: Service, request: Request) -> Response:
     """The endpoint."""
     service.check_available()
-    body = await read_body(request, service.options.max_body_mib)
+    body = await read_body(request, service.options)
     job = await prepare(service, body, request.headers.get("x-request-id"))
     if job.request.stream:
         return await open_stream(service, job.record, [job.submit.rid], frames(service, job), request.receive)

@@ -73,7 +73,7 @@ class CompletionJob:
 async def handle(service: Service, request: Request) -> Response:
     """The endpoint."""
     service.check_available()
-    body = await read_body(request, service.options.max_body_mib)
+    body = await read_body(request, service.options)
     decoded = decode(body, CompletionRequest, COMPLETION_RULES)
     translate.check_model(decoded.model, service.names)
     header_id = request.headers.get("x-request-id")

@@ -79,7 +79,7 @@ class GenerateJob:
 async def handle(service: Service, request: Request) -> Response:
     """The endpoint."""
     service.check_available()
-    body = await read_body(request, service.options.max_body_mib)
+    body = await read_body(request, service.options)
     decoded = decode(body, GenerateRequest, GENERATE_RULES)
     header_id = request.headers.get("x-request-id")
     if len(body) > LONG_PROMPT_CHARS:

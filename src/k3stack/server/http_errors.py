@@ -16,6 +16,7 @@ TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     409: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
@@ -33,6 +34,12 @@ class TooLarge(UserError):
     """The body of the request is above the limit."""
 
     http_status = 413
+
+
+class TooSlow(UserError):
+    """The body of the request stopped coming."""
+
+    http_status = 408
 
 
 class Unauthorized(UserError):

@@ -48,7 +48,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
 
 
 async def _job(service: Service, request: Request, *, counting: bool = False) -> ChatJob:
-    body = await read_body(request, service.options.max_body_mib)
+    body = await read_body(request, service.options)
     decoded = decode(body, MessagesRequest, MESSAGES_RULES)
     translate.check_model(decoded.model, service.names)
     if decoded.max_tokens is None and not counting:

@@ -149,7 +149,7 @@ async def flush_cache(service: Service, request: Request) -> Response:
 
 async def abort_request(service: Service, request: Request) -> Response:
     """End a request by its id, or all of them. Ended and unknown ones are no error."""
-    body = await read_body(request, service.options.max_body_mib)
+    body = await read_body(request, service.options)
     asked = decode(body, AbortRequest, FieldRules({}, {}))
     if asked.rid is None and not asked.abort_all:
         raise UserError("give rid, or abort_all: true", param="rid")

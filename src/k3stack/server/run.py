@@ -20,6 +20,7 @@ from k3stack.config.geometry import load_geometry
 from k3stack.engine.client import EngineClient
 from k3stack.errors import CheckpointError, K3Error, Unavailable, UserError
 from k3stack.server.app import build_app
+from k3stack.server.connections import connections, notice_the_vanished
 from k3stack.server.service import Defaults, Engine, Service
 
 log = logging.getLogger("k3stack.server")
@@ -94,6 +95,7 @@ class Runner(uvicorn.Server):
     def __init__(self, service: Service, announce: Callable[[], None]) -> None:
         config = uvicorn.Config(
             build_app(service),
+            http=connections(service.options.client_timeout),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -112,6 +114,7 @@ class Runner(uvicorn.Server):
 
     def run_until_stopped(self, listener: socket.socket) -> int:
         """Serve on ``listener``; returns the exit status, or raises what kept the engine from starting."""
+        notice_the_vanished(listener, self._service.options.client_timeout)
         with asyncio.Runner(loop_factory=self.config.get_loop_factory()) as runner:
             runner.run(self._everything(listener))
         if self._error is not None:

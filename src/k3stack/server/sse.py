@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from k3stack.errors import K3Error
+from k3stack.server.connections import GONE
 from k3stack.server.http_errors import error_object, error_of
 from k3stack.server.records import Record
 from k3stack.server.service import Service
@@ -46,8 +47,9 @@ async def open_stream(
     breaks off says so, given an ``error_object`` and its status.
     """
 
-    async def gone() -> None:
+    async def gone(why: str | None = None) -> None:
         record.ends.append("disconnect")
+        record.message = record.message or why
         for rid in rids:
             await service.engine.abort(rid)
 
@@ -77,13 +79,17 @@ async def _guarded(
 
 
 class EventStream(Response):
-    """Streams ``chunks`` (each one or more whole frames). ``gone`` is awaited when the client has left early; it must
-    make ``chunks`` end soon, which is awaited too, so that every request runs to its recorded end."""
+    """Streams ``chunks`` (each one or more whole frames). ``gone`` is awaited when the client has left early, or with
+    a reason when it was given up; it must make ``chunks`` end soon, which is awaited too, so that every request runs
+    to its recorded end."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, chunks: AsyncIterator[bytes], gone: Callable[[], Awaitable[None]], headers: dict[str, str] | None = None
+        self,
+        chunks: AsyncIterator[bytes],
+        gone: Callable[[str | None], Awaitable[None]],
+        headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(None, 200, {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
@@ -91,7 +97,7 @@ class EventStream(Response):
         self._gone = gone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watcher = asyncio.create_task(self._watch(receive))
+        watcher = asyncio.create_task(self._watch(scope, receive))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for chunk in self._chunks:
@@ -102,9 +108,9 @@ class EventStream(Response):
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher
 
-    async def _watch(self, receive: Receive) -> None:
+    async def _watch(self, scope: Scope, receive: Receive) -> None:
         await _disconnected(receive)
-        await self._gone()
+        await self._gone(scope.get(GONE))
 
 
 async def _disconnected(receive: Receive) -> None:

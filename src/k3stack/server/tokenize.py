@@ -27,7 +27,7 @@ from k3stack.server.service import Service
 
 async def tokenize(service: Service, request: Request) -> Response:
     """Ids of ``prompt`` (control tokens out of reach, as everywhere), or of the prompt that ``messages`` become."""
-    body = await read_body(request, service.options.max_body_mib)
+    body = await read_body(request, service.options)
     decoded = decode(body, TokenizeRequest, TOKENIZE_RULES)
     translate.check_model(decoded.model, service.names)
     if len(body) > LONG_PROMPT_CHARS:
@@ -67,7 +67,7 @@ def _tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]:
 
 async def detokenize(service: Service, request: Request) -> Response:
     """Text of ``tokens``; control tokens by name unless ``skip_special_tokens``."""
-    body = await read_body(request, service.options.max_body_mib)
+    body = await read_body(request, service.options)
     decoded = decode(body, DetokenizeRequest, DETOKENIZE_RULES)
     translate.check_model(decoded.model, service.names)
     flat = [item for item in decoded.tokens if isinstance(item, int)]
