@@ -379,9 +379,10 @@ class Memory:
         return self._with_owed(ops)
 
     def rest(self) -> None:
-        """Work put off so far, of a length that goes with closed rows' contexts: for when the device is busy. Left
-        out, the next call that needs it does it."""
+        """Work put off so far or needed soon, of a length that goes with contexts or with how much is kept: for when
+        the device is busy. Left out, the next call that needs it does it."""
         self._tree.settle()
+        self._retention.prepare()
 
     def flush(self) -> None:
         """Drop everything evictable: all snapshots and pages that no running row holds."""

@@ -34,6 +34,8 @@ BINS = len(EDGES) - 1
 PRIOR = (0.29, 0.29, 0.004, 0.15, 0.7)
 """Chance of a return in one bin (half an octave of age) before anything has been counted, by kind."""
 PRIOR_WEIGHT = 1.0
+PREPARED = 4
+"""Snapshots next to be evicted for which ``prepare`` works ahead."""
 FORGET_AT = 1024.0
 """Counts are halved when a kind has this many, so that old traffic is forgotten."""
 
@@ -177,10 +179,13 @@ class Worth:
             self._index[kind] = gittins(chances(self._returns[kind], ends[kind], prior))
 
     def rank(self, snapshot: Snapshot, now: int) -> float:
+        # Asked for several times in a plan, so written out.
+        parent = snapshot.parent
+        gain = snapshot.position if parent is None else snapshot.position - parent.position
         size = self._state_pages
         if not snapshot.children and not snapshot.rows:
-            size += -(-snapshot.gain // self._page_tokens)
-        return self._earnings(snapshot, now) / size
+            size += -(-gain // self._page_tokens)
+        return self.rate(kind_of(snapshot), now - snapshot.last) * gain / size
 
     def better(self, gain: int, fork: bool, than: Snapshot, now: int) -> bool:
         return self.rate(FORK if fork else INNER, 1) * gain > self._earnings(than, now)
@@ -192,11 +197,13 @@ class Worth:
     def rate(self, kind: int, age: int) -> float:
         """Expected returns per open of a snapshot of this kind and age, between the bins' edges by proportion."""
         table = self._index[kind]
+        if age <= 1:
+            return table[0]
         at = age_bin(age)
         if at + 1 >= BINS:
             return table[at]
-        share = (max(age, 1) - EDGES[at]) / (EDGES[at + 1] - EDGES[at])
-        return table[at] + (table[at + 1] - table[at]) * min(share, 1.0)
+        low, high = EDGES[at], EDGES[at + 1]
+        return table[at] + (table[at + 1] - table[at]) * (age - low) / (high - low)
 
 
 def chances(returns: list[float], ends: list[float], prior: list[float]) -> list[float]:
@@ -243,6 +250,15 @@ class Retention:
         self._queue: list[tuple[float, int, Snapshot]] = []
         self._counter = 0
         self._sorted_at = 0
+
+    def prepare(self) -> None:
+        """Do ahead what the next evictions need: the order, and the paths (walked whole) of the first to go."""
+        if self.now - self._sorted_at > len(self._tree.snapshots) // 32:
+            self._sort()
+        self.victim()  # ranks that have moved since are put right
+        for _, _, snapshot in self._queue[-PREPARED:]:
+            if snapshot.ghost is None and snapshot.node.depth and kind_of(snapshot) not in (INNER, FORK):
+                snapshot.ghost = _key_of(snapshot.node)
 
     def victim(self) -> Snapshot | None:
         """The snapshot that should go next; None when none may go."""
@@ -326,7 +342,7 @@ class Retention:
         if kind in (INNER, FORK) or not node.depth:
             self._ranking.ended(kind, self.now - snapshot.last)
             return
-        self._add_ghost(_key_of(node), Ghost(snapshot.last, kind))
+        self._add_ghost(snapshot.ghost or _key_of(node), Ghost(snapshot.last, kind))
         if len(self.ghosts) > self._most_ghosts:
             old = self._remove_ghost(next(iter(self.ghosts)))
             self._ranking.ended(old.kind, self.now - old.last)

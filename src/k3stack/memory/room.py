@@ -14,7 +14,7 @@ from k3stack.memory.retention import Retention
 from k3stack.memory.rows import Row
 from k3stack.memory.tree import PrefixTree, Snapshot
 
-SETTLED_AT_ONCE = 64
+SETTLED_AT_ONCE = 16
 """Nodes of closed rows' paths that are unlocked before each eviction: what nobody needs is at the paths' ends, and a
 long path is not to hold up a plan."""
 

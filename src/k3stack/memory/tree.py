@@ -49,7 +49,7 @@ class Snapshot:
     """A kept state. ``page`` holds the rows of ``tail`` (NO_BLOCK where the tail is empty)."""
 
     __slots__ = (
-        "block", "children", "last", "locks", "node", "page", "parent", "position", "promised", "returning",
+        "block", "children", "ghost", "last", "locks", "node", "page", "parent", "position", "promised", "returning",
         "rows", "tail", "uses",
     )  # fmt: skip
 
@@ -74,6 +74,8 @@ class Snapshot:
         """Its path has been returned to before."""
         self.promised = False
         """A preempted request will return to it."""
+        self.ghost: tuple[int, int] | None = None
+        """What will be remembered of it once it is evicted, where that was worked out ahead."""
 
     @property
     def gain(self) -> int:

@@ -92,6 +92,8 @@ class Driver:
                 plan.after += memory.snapshot(row, self.live[row].ids, end)
         if rng.random() < 0.5:  # not always: it does at once what memory would do when it has to
             memory.check()
+        elif rng.random() < 0.5:
+            memory.rest()
         self._pins_held(plan)
         if not memory._owed:  # else moves are still to come, out of pages that count as free already
             plan.free_pages, plan.free_blocks = free_now(memory)
