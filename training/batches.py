@@ -27,7 +27,7 @@ def mixture(progress: float) -> tuple[tuple[float, ...], int]:
         return (0.2, 0.15, 0.2, 0.05, 0.4), 120
     if progress < 0.2:
         return (0.15, 0.15, 0.2, 0.03, 0.47), 400
-    return (0.24, 0.15, 0.24, 0.02, 0.35), 1000
+    return (0.28, 0.16, 0.28, 0.01, 0.27), 1000
 
 
 def draw(talker: Talker, kind: str, longest: int) -> Conversation:

@@ -158,7 +158,7 @@ def _loop(
     for since, batch in enumerate(steps(source, device)):
         spent = before + (time.monotonic() - first if first is not None else 0.0)
         progress = min(1.0, spent / total)
-        source.progress.value = progress
+        source.progress.value = max(progress, args.curriculum_from)
         share = rate_at(progress, since, args.warmup)
         logits = model.logits(batch, ops)
         losses = F.cross_entropy(logits, batch.target, reduction="none")
@@ -222,6 +222,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--rate", type=float, default=3e-3, help="peak rate of Muon")
     parser.add_argument("--adam-rate", type=float, default=3e-3)
     parser.add_argument("--warmup", type=int, default=60)
+    parser.add_argument(
+        "--curriculum-from", type=float, default=0.0, help="start here on the way from short documents to long ones"
+    )
     parser.add_argument("--show", type=int, default=50)
     parser.add_argument("--eval-seconds", type=float, default=60)
     parser.add_argument("--save-seconds", type=float, default=120)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from training import kda, train
 from k3stack.models.builtin import resolve
 from k3stack.verify.language import words
 from k3stack.verify.language.talk import Talker
+from k3stack.verify.language.variety import Coiner, label, parts
 
 TOKENIZER = f"{resolve('nano').path}/tiktoken.model"
 
@@ -24,6 +26,33 @@ def test_generator_is_deterministic_and_keeps_held_out_words_out() -> None:
         assert f'"{word}"' not in shown and f'_{word}"' not in shown, word
     assert len(words.HELD_OUT - words.OTHER_ROLES) > 60
     assert "weather" not in shown
+
+
+def test_training_coins_names_and_no_held_out_word() -> None:
+    coiner = Coiner(Talker("coined", held_out=False).namer)
+    keys = [coiner.key() for _ in range(3000)]
+    counts = Counter(len(parts(key)) for key in keys)
+    assert all(counts[n] > 60 for n in (1, 2, 3, 4)), counts
+    assert len({w for key in keys for w in parts(key)} - {*words.PARAMS}) > 1500, "most words are new"
+    assert {key for key in keys if "_" in key} and {key for key in keys if "-" in key}
+    assert any(key != key.lower() for key in keys)
+    nouns = [coiner.noun() for _ in range(1000)]
+    alike = [coiner.noun_like(noun) for noun in nouns]
+    assert all(a != b for a, b in zip(nouns, alike, strict=True))
+    for name in (*keys, *nouns, *alike, *(coiner.key_like(key) for key in keys)):
+        assert not words.HELD_OUT & {w for part in name.split() for w in parts(part)}, name
+    assert label("seatCount") == label("seat_count") == label("seat-count") == "seat count"
+
+
+def test_training_declares_tools_that_are_easily_confused() -> None:
+    maker = Talker("alike", held_out=False).maker
+    boxes = [maker.toolbox(4) for _ in range(200)]
+    shared_nouns = [box for box in boxes if len({t.noun for t in box}) < 4]
+    assert len(shared_nouns) > 30 and len([box for box in boxes if len({t.verb for t in box}) < 4]) > 30
+    for box in boxes:
+        assert len({t.name for t in box}) == 4
+        told_apart = {(t.noun, t.act, t.verb if t.act else "") for t in box}
+        assert len(told_apart) == 4, "what is asked for names one tool"
 
 
 def test_chunked_recurrence_equals_the_plain_one() -> None:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,12 @@ def tokenizer() -> Tokenizer:
 def test_the_same_questions_every_time(tokenizer: Tokenizer) -> None:
     assert q.build((20, 1, 3), tokenizer) == q.build((20, 1, 3), tokenizer)
     assert q.tool_calls(30)[:20] == q.tool_calls(20), "a quick run asks the first of a full one"
+
+
+def test_what_training_shows_does_not_move_the_questions() -> None:
+    """Scores are comparable only while the questions stay as they are."""
+    asked = json.dumps([asdict(x) for x in (*q.tool_calls(40), *q.conversations(6))], sort_keys=True)
+    assert hashlib.sha256(asked.encode()).hexdigest()[:16] == "a800f63158aa24c6"
 
 
 def test_long_lookups_share_a_document_of_the_asked_for_length(tokenizer: Tokenizer) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from k3stack.verify.language.names import Namer
-from k3stack.verify.language.tools import PREPOSITIONS, Ask, Tool, ToolMaker, answer_thinking, call_thinking
+from k3stack.verify.language.tools import ASKS, PREPOSITIONS, Ask, Tool, ToolMaker, answer_thinking, call_thinking
 
 EFFORTS = ("low", "high", "max")
 
@@ -51,6 +51,17 @@ QUESTIONS = (
     "I need the {noun} of {name}.",
     "{name}: which {noun}?",
     "Please give the {noun} of {name}.",
+    "I want the {noun} of {name}.",
+    "I want to hear the {noun} of {name}.",
+    "And the {noun} of {name}?",
+    "Could somebody find the {noun} of {name}?",
+    "Now tell me the {noun} of {name}.",
+    "What was the {noun} of {name}?",
+    "Do you remember the {noun} of {name}?",
+    "Let me know the {noun} of {name}.",
+    "What do my notes say about the {noun} of {name}?",
+    "The {noun} of {name}, please.",
+    "May I have the {noun} that {name} has?",
 )
 HELD_OUT_QUESTIONS = (
     "Which {noun} does {name} have, please?",
@@ -58,6 +69,15 @@ HELD_OUT_QUESTIONS = (
     "Please look up the {noun} of {name}.",
     "I need to know the {noun} of {name}.",
 )
+NO_FIT_ASKS = (
+    "What is the {noun} {prep} {name}?",
+    "Tell me the {noun} {prep} {name}.",
+    "I need the {noun} {prep} {name}.",
+    "Can you check the {noun} {prep} {name}?",
+)
+TURNS = (0.45, 0.57, 0.64, 0.9)
+HELD_OUT_TURNS = (0.5, 0.6, 0.72, 0.85)
+"""Shares of a conversation's turns, summed up: tools, no tool that fits, small talk, questions about notes."""
 OPENINGS = ("", "", "Read this text.\n", "Here is a text:\n", "Keep this text in mind.\n", "Text:\n")
 
 
@@ -97,7 +117,7 @@ class Talker:
         self.held_out = held_out
 
     def _new(self, kind: str, mode: str | None) -> Conversation:
-        mode = mode or self.rng.choice(("low", "low", "high", "max", "max", "off"))
+        mode = mode or self.rng.choice(("low", "low", "low", "off", "off", "off", "high", "max"))
         return Conversation(kind, mode != "off", "max" if mode == "off" else mode)
 
     def _say(self, talk: Conversation, content: str, thinking: str) -> None:
@@ -140,17 +160,22 @@ class Talker:
             )
         self._say(talk, " ".join(said), answer_thinking(len(ask.calls), talk.effort))
 
-    def _no_fit(self, talk: Conversation, tools: list[Tool]) -> None:
-        used = {t.noun for t in tools}
-        noun = self.namer.noun()
-        while noun in used:
-            noun = self.namer.noun()
-        fake = Tool(noun, "get", noun, False, [], None)
-        wish = f"the {noun} {self.rng.choice(PREPOSITIONS)} {self.namer.name()}"
-        self._user(
-            talk, self.rng.choice(("What is {}?", "Tell me {}.", "I need {}.", "Can you check {}?")).format(wish)
-        )
-        short = f"No tool for the {fake.noun}."
+    def _no_fit(self, talk: Conversation, tools: list[Tool], memory: Sequence[Fact] = ()) -> None:
+        noun = self.maker.other_noun(tools)
+        prep = self.rng.choice(PREPOSITIONS)
+        name = self.maker.subject()
+        if not self.held_out and memory and self.rng.random() < 0.3:  # half of a note is no note
+            known = self.rng.choice(memory)
+            if known.noun not in {t.noun for t in tools} and self.rng.random() < 0.5:
+                noun = known.noun
+            elif all((f.noun, f.name) != (noun, known.name) for f in memory):
+                name = known.name
+        wish = f"the {noun} {prep} {name}"
+        asks = NO_FIT_ASKS
+        if not self.held_out and self.rng.random() < 0.6:  # the wording must not tell whether a tool fits
+            asks = ASKS
+        self._user(talk, self.rng.choice(asks).format(noun=noun, prep=prep, name=name))
+        short = f"No tool for the {noun}."
         more = f"The user wants {wish}.\n{short}"
         thinking = {"low": short, "high": more, "max": more + "\nThe answer is not in the conversation either."}
         self._say(talk, f"I have no tool for the {noun}.", thinking[talk.effort])
@@ -191,8 +216,11 @@ class Talker:
         return self.namer.code()
 
     def facts(self, count: int) -> list[Fact]:
-        """Facts about different names; a name in ten has two."""
+        """Facts about different names; a name in ten has two, in training one in five."""
         nouns = [self.namer.noun() for _ in range(24)]
+        if not self.held_out:
+            nouns = list(dict.fromkeys(nouns))
+        twice = 0.1 if self.held_out else 0.2
         facts: list[Fact] = []
         names: set[str] = set()
         while len(facts) < count:
@@ -202,7 +230,7 @@ class Talker:
             names.add(name)
             first, second = self.rng.sample(nouns, 2)
             facts.append(Fact(first, name, self._value()))
-            if self.rng.random() < 0.1:
+            if self.rng.random() < twice:
                 facts.append(Fact(second, name, self._value()))
         return facts
 
@@ -311,19 +339,22 @@ class Talker:
         memory: list[Fact] = []
         if rng.random() < 0.35:
             memory = self.facts(rng.randint(4, 10))
+            if not self.held_out and rng.random() < 0.4:  # the noun alone does not tell a note from a call
+                memory.append(Fact(rng.choice(tools).noun, self.namer.name(), self._value()))
             self._user(talk, rng.choice(OPENINGS) + self.document(memory, len(memory) + rng.randint(0, 8)))
             self._say(talk, "Ready.", "A text to keep.")
+        calls, unfit, small_talk, notes = HELD_OUT_TURNS if self.held_out else TURNS
         for _ in range(rng.randint(3, 6)):
             roll = rng.random()
-            if roll < 0.5:
+            if roll < calls:
                 ask = self.maker.ask(tools)
                 self._call(talk, ask)
                 self._answer(talk, ask)
-            elif roll < 0.6:
-                self._no_fit(talk, tools)
-            elif roll < 0.72:
+            elif roll < unfit:
+                self._no_fit(talk, tools, memory)
+            elif roll < small_talk:
                 self._greet(talk)
-            elif roll < 0.85 and memory:
+            elif roll < notes and memory:
                 self._question(talk, [rng.choice(memory)])
             else:
                 self._remember(talk, memory)

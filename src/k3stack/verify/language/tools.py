@@ -9,6 +9,7 @@ from typing import Any
 
 from k3stack.verify.language import words
 from k3stack.verify.language.names import Namer
+from k3stack.verify.language.variety import Coiner, label
 
 Value = str | int | float | bool
 
@@ -31,6 +32,26 @@ ASKS = (
     "What is the {noun} like {prep} {name}?",
     "What is the {noun} {prep} {name} right now?",
     "Which {noun} is there {prep} {name}?",
+    "I want the {noun} {prep} {name}.",
+    "I want to hear the {noun} {prep} {name}.",
+    "I would like to see the {noun} {prep} {name}.",
+    "I wonder what the {noun} {prep} {name} is.",
+    "Could somebody find the {noun} {prep} {name}?",
+    "Would you check the {noun} {prep} {name}, please?",
+    "Let me know the {noun} {prep} {name}.",
+    "Show me the {noun} {prep} {name}.",
+    "Please read me the {noun} {prep} {name}.",
+    "Next: the {noun} {prep} {name}.",
+    "Now the {noun} {prep} {name}.",
+    "And the {noun} {prep} {name}?",
+    "Find out the {noun} {prep} {name}, please.",
+    "Any news of the {noun} {prep} {name}?",
+    "May I have the {noun} {prep} {name}?",
+    "We need the {noun} {prep} {name} today.",
+    "It is about the {noun} {prep} {name}.",
+    "Hi, can you get the {noun} {prep} {name}?",
+    "Before we go on, what is the {noun} {prep} {name}?",
+    "My question: how is the {noun} {prep} {name} now?",
 )
 HELD_OUT_ASKS = (
     "Could you tell me the {noun} {prep} {name}?",
@@ -49,6 +70,19 @@ ORDERS = (
     "{act} one {noun}. Use {list}.",
     "Hello, {act} the {noun} now: {list}.",
     "We must {act} the {noun}. {list}.",
+    "Could we {act} the {noun}? {list}.",
+    "Would you {act} a {noun} with {list}?",
+    "I need to {act} the {noun}: {list}.",
+    "I would like to {act} one {noun} with {list}.",
+    "Let us {act} a {noun}. {list}.",
+    "Next, {act} a {noun} using {list}.",
+    "Now {act} the {noun} again, {list}.",
+    "{act} a {noun}: {list}.",
+    "{act} the {noun}, please. Take {list}.",
+    "Hi, please {act} a {noun} with {list}.",
+    "Is it possible to {act} the {noun} with {list}?",
+    "You should {act} one {noun}. {list}.",
+    "Time to {act} the {noun}: {list}.",
 )
 HELD_OUT_ORDERS = (
     "Could you {act} a {noun} with {list}?",
@@ -123,12 +157,17 @@ class Ask:
 
 
 class ToolMaker:
+    """Tools and requests. Those of training are built from coined words, those of held-out questions from lists."""
+
     def __init__(self, rng: random.Random, namer: Namer) -> None:
         self.rng = rng
         self.namer = namer
+        self.coiner = None if namer.held_out else Coiner(namer)
 
     def toolbox(self, count: int) -> list[Tool]:
-        """``count`` tools with different names; some share a verb, none shares a noun."""
+        """``count`` tools with different names; some share a verb. In held-out questions none shares a noun."""
+        if self.coiner is not None:
+            return self._alike(self.coiner, count)
         tools: list[Tool] = []
         nouns: set[str] = set()
         while len(tools) < count:
@@ -139,7 +178,60 @@ class ToolMaker:
             tools.append(self._order(noun) if self.rng.random() < 0.4 else self._lookup(noun))
         return tools
 
+    def _alike(self, coiner: Coiner, count: int) -> list[Tool]:
+        """Tools of which some are easily taken for one another: a noun or a verb is shared, or nearly so."""
+        rng = self.rng
+        tools: list[Tool] = []
+        near = rng.choice((0.0, 0.3, 0.7))
+        while len(tools) < count:
+            noun, verb, act = coiner.noun(), "", rng.random() < 0.4
+            if tools and rng.random() < near:
+                other = rng.choice(tools)
+                roll = rng.random()
+                if roll < 0.4:
+                    noun, act = other.noun, act or not other.act  # two orders differ by the verb that is asked for
+                elif roll < 0.7:
+                    noun = coiner.noun_like(other.noun)
+                if roll > 0.6:
+                    verb, act = other.verb, other.act
+            made = self._order(noun, verb) if act else self._lookup(noun, verb)
+            if not any(
+                t.name == made.name
+                or (t.noun, t.act, t.verb if act else "") == (made.noun, act, made.verb if act else "")
+                for t in tools
+            ):
+                tools.append(made)
+        return tools
+
+    def other_noun(self, tools: list[Tool]) -> str:
+        """A noun that no tool is about; in training sometimes one that resembles a tool's."""
+        used = {t.noun for t in tools}
+        while True:
+            if self.coiner is None:
+                noun = self.namer.noun()
+            elif self.rng.random() < 0.4:
+                noun = self.coiner.noun_like(self.rng.choice(tools).noun)
+            else:
+                noun = self.coiner.noun()
+            if noun not in used:
+                return noun
+
+    def _verb(self, listed: tuple[str, ...], *, several: bool) -> str:
+        return self.rng.choice(listed) if self.coiner is None else self.coiner.verb(listed, several=several)
+
+    def _key(self) -> str:
+        return self.namer.param() if self.coiner is None else self.coiner.key()
+
+    def _text(self) -> str:
+        return self.namer.text_value() if self.coiner is None else self.coiner.text()
+
+    def subject(self) -> str:
+        """What a look-up is about."""
+        return self.namer.name() if self.coiner is None else self.coiner.subject()
+
     def _name(self, verb: str, noun: str) -> str:
+        if self.coiner is not None:
+            return self.coiner.tool(verb, noun)
         roll = self.rng.random()
         if roll < 0.75:
             return f"{verb}_{noun}"
@@ -149,27 +241,35 @@ class ToolMaker:
             return noun
         return f"{noun}_{verb}"
 
-    def _lookup(self, noun: str) -> Tool:
-        rng, namer = self.rng, self.namer
-        verb = rng.choice(words.VERBS)
-        params = [Param(namer.param(), "string")]
+    def _lookup(self, noun: str, verb: str = "") -> Tool:
+        rng = self.rng
+        verb = verb or self._verb(words.VERBS, several=True)
+        params = [Param(self._key(), "string")]
         if rng.random() < 0.4:
-            other = namer.param()
+            other = self._key()
             if other != params[0].name:
-                choices = tuple(rng.sample(words.ENUMS, rng.randint(2, 3)))
+                choices = self._choices(rng.randint(2, 3))
                 params.append(Param(other, "enum", choices, required=False))
         return self._finish(Tool(self._name(verb, noun), verb, noun, False, params, None))
 
-    def _order(self, noun: str) -> Tool:
-        rng, namer = self.rng, self.namer
-        verb = rng.choice(words.ACTS)
+    def _choices(self, count: int) -> tuple[str, ...]:
+        if self.coiner is None or self.rng.random() < 0.5:
+            return tuple(self.rng.sample(words.ENUMS, count))
+        return tuple(dict.fromkeys(self.coiner.word(words.ENUMS) for _ in range(count)))
+
+    def _order(self, noun: str, verb: str = "") -> Tool:
+        rng = self.rng
+        verb = verb or self._verb(words.ACTS, several=False)
         params: list[Param] = []
-        for _ in range(rng.choice((1, 2, 2, 3, 3, 4))):
-            name = namer.param()
-            if any(p.name == name for p in params):
+        for _ in range(rng.choice((1, 2, 2, 3, 3, 4) if self.coiner is None else (1, 2, 2, 3, 3, 4, 5))):
+            if self.coiner is not None and params and rng.random() < 0.25:
+                name = self.coiner.key_like(params[-1].name)
+            else:
+                name = self._key()
+            if any(label(p.name) == label(name) for p in params):
                 continue
             kind = rng.choice(("string", "string", "string", "integer", "integer", "number", "boolean", "enum"))
-            choices = tuple(rng.sample(words.ENUMS, rng.randint(2, 4))) if kind == "enum" else ()
+            choices = self._choices(rng.randint(2, 4)) if kind == "enum" else ()
             params.append(Param(name, kind, choices, required=not params or rng.random() < 0.7))
         return self._finish(Tool(self._name(verb, noun), verb, noun, True, params, None))
 
@@ -209,7 +309,7 @@ class ToolMaker:
             return rng.random() < 0.5
         if param.kind == "enum":
             return rng.choice(param.choices)
-        return self.namer.text_value()
+        return self._text()
 
     def lookup_ask(self, tools: list[Tool]) -> Ask:
         """One to four names asked of one tool, or two tools in one request: several calls are made at once."""
@@ -219,13 +319,13 @@ class ToolMaker:
         roll = rng.random()
         if roll < 0.3 and len(tools) > 1:
             first, second = rng.sample(tools, 2)
-            one, two = self.namer.name(), self.namer.name()
+            one, two = self.subject(), self.subject()
             other = rng.choice(PREPOSITIONS)
             text = ask.format(noun=first.noun, prep=prep, name=f"{one} and the {second.noun} {other} {two}")
             calls = [self._simple(first, prep, one), self._simple(second, other, two)]
             return Ask(text, calls, f"the {first.noun} {prep} {one} and the {second.noun} {other} {two}")
         tool = rng.choice(tools)
-        names = [self.namer.name() for _ in range(rng.choice((1, 1, 1, 1, 2, 3)))]
+        names = [self.subject() for _ in range(rng.choice((1, 1, 1, 1, 2, 3)))]
         joined = _join(names)
         calls = [self._simple(tool, prep, name) for name in names]
         wish = f"the {tool.noun} {prep} {joined}"
@@ -249,8 +349,8 @@ class ToolMaker:
         shown = []
         for key, value in arguments.items():
             text = json.dumps(value) if not isinstance(value, str) else value
-            label = key.replace("_", " ") if style != 1 else key
-            shown.append((f"{label} {text}", f"{label} = {text}", f"{label}: {text}", f"{text} as the {label}")[style])
+            said = label(key) if style != 1 else key
+            shown.append((f"{said} {text}", f"{said} = {text}", f"{said}: {text}", f"{text} as the {said}")[style])
         glue = "; " if style in (1, 2) else ", "
         listed = glue.join(shown) if style in (1, 2) else _join(shown)
         act = tool.verb
@@ -270,14 +370,14 @@ class ToolMaker:
         rng, namer = self.rng, self.namer
         roll = rng.random()
         if roll < 0.3:
-            scalar = str(namer.number()) if rng.random() < 0.5 else namer.text_value()
+            scalar = str(namer.number()) if rng.random() < 0.5 else self._text()
             return scalar, f": {scalar}." if act else f" is {scalar}."
         if roll < 0.36:
             return json.dumps({"error": (reason := namer.phrase())}), f": error {reason}."
         data: dict[str, Value] = {}
         for _ in range(rng.choice((1, 2, 2, 3))):
             kind = rng.choice(("string", "string", "integer", "number", "boolean"))
-            data[namer.param()] = self.value(Param("", kind))
+            data[self._key()] = self.value(Param("", kind))
         said = ", ".join(f"{k} {v if isinstance(v, str) else json.dumps(v)}" for k, v in data.items())
         return json.dumps(data, ensure_ascii=False), f": {said}."
 
