@@ -171,7 +171,7 @@ class Talker:
             elif all((f.noun, f.name) != (noun, known.name) for f in memory):
                 name = known.name
         wish = f"the {noun} {prep} {name}"
-        asks = NO_FIT_ASKS
+        asks: tuple[str, ...] = NO_FIT_ASKS
         if not self.held_out and self.rng.random() < 0.6:  # the wording must not tell whether a tool fits
             asks = ASKS
         self._user(talk, self.rng.choice(asks).format(noun=noun, prep=prep, name=name))
