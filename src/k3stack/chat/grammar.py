@@ -19,6 +19,7 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from k3stack.chat.guidance import problem_of
 from k3stack.chat.schema import check, json_rule
 from k3stack.chat.segments import Segment, close_tag, encode, open_tag
 from k3stack.chat.settings import OutputGrammar, ResponseFormat, ToolChoice, tool_name
@@ -105,8 +106,7 @@ def _lark_of(ebnf: str) -> str:
 
 
 def _checked(rule: str, name: str, param: str) -> str:
-    grammar = llguidance.LLMatcher.grammar_from_lark(f"start: {name}\n{rule}")
-    problem = llguidance.LLMatcher.validate_grammar(grammar, None)
+    problem = problem_of(f"start: {name}\n{rule}")
     if problem:
         raise UserError(f"{param} cannot be enforced: {problem.strip()}", param=param)
     return rule

@@ -14,6 +14,7 @@ from threading import Lock
 
 import llguidance
 
+from k3stack.chat.guidance import as_error
 from k3stack.chat.segments import close_tag, encode
 from k3stack.chat.settings import OutputGrammar
 from k3stack.chat.tokenizer import Tokenizer
@@ -57,7 +58,11 @@ class Grammars:
     def session(self, grammar: OutputGrammar) -> GrammarSession:
         """Follow a new output. UserError if the grammar cannot be compiled, or refuses the given prefix."""
         matcher = self._compiled(grammar.lark).deep_copy()
-        if grammar.prefix and not matcher.consume_tokens(list(grammar.prefix)):
+        try:
+            fits = not grammar.prefix or matcher.consume_tokens(list(grammar.prefix))
+        except BaseException as error:  # noqa: BLE001  a panic, or raised again
+            raise as_error(error) from None
+        if not fits:
             raise UserError("the text to be continued does not begin what the response must match", param="messages")
         return GrammarSession(self, matcher, grammar.thinking)
 
@@ -67,10 +72,14 @@ class Grammars:
             if found is not None:
                 self._kept.move_to_end(lark)
                 return found
-        source = llguidance.LLMatcher.grammar_from_lark(lark)
-        found = llguidance.LLMatcher(self.tokenizer, source, log_level=0)
-        if found.is_error():
-            raise UserError(f"the requested structure cannot be compiled: {found.get_error().splitlines()[0]}")
+        try:
+            source = llguidance.LLMatcher.grammar_from_lark(lark)
+            found = llguidance.LLMatcher(self.tokenizer, source, log_level=0)
+            problem = (found.get_error() or "").partition("\n")[0] if found.is_error() else ""
+        except BaseException as error:  # noqa: BLE001  a panic, or raised again
+            raise UserError(f"the requested structure cannot be compiled: {as_error(error)}") from None
+        if problem:
+            raise UserError(f"the requested structure cannot be compiled: {problem}")
         with self._lock:
             self._kept[lark] = found
             while len(self._kept) > KEPT:
@@ -106,11 +115,14 @@ class GrammarSession:
         """
         if self._thinking:
             return self._grammars.closing[self._closing][1] if self._closing else self._grammars.thinking
-        if self._matcher.is_stopped():
+        try:
+            if self._matcher.is_stopped():
+                self._check()
+                return self._grammars.ended
+            mask = self._matcher.compute_bitmask()
             self._check()
-            return self._grammars.ended
-        mask = self._matcher.compute_bitmask()
-        self._check()
+        except BaseException as error:  # noqa: BLE001  a panic, or raised again
+            raise as_error(error) from None
         return mask[: self._grammars.mask_bytes]
 
     def accept(self, ids: Sequence[int]) -> bool:
@@ -128,9 +140,15 @@ class GrammarSession:
         return True
 
     def _follow(self, ids: Sequence[int]) -> bool:
-        if self._matcher.is_stopped():
-            return all(self._grammars.ended[i >> 3] >> (i & 7) & 1 for i in ids)
-        return self._matcher.try_consume_tokens(list(ids)) == len(ids)
+        try:
+            if self._matcher.is_stopped():
+                return all(self._grammars.ended[i >> 3] >> (i & 7) & 1 for i in ids)
+            good = self._matcher.try_consume_tokens(list(ids)) == len(ids)
+            if not good:
+                self._check()
+        except BaseException as error:  # noqa: BLE001  a panic, or raised again
+            raise as_error(error) from None
+        return good
 
     def _check(self) -> None:
         if self._matcher.is_error():

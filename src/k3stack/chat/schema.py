@@ -10,14 +10,17 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import llguidance
-
+from k3stack.chat.guidance import problem_of
 from k3stack.errors import UserError
 
 Schema = Mapping[str, Any] | bool
 
 MAX_DEPTH = 64
 """Nesting of a schema that is accepted."""
+
+MAX_OPTIONAL = 400
+"""Optional properties of one object. Each is a way for the grammar to go on after any one before it, and llguidance
+ends an output that has 2,000 such items (four for a property)."""
 
 FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
 """Formats that are enforced inside JSON."""
@@ -72,6 +75,15 @@ def _check_shape(schema: Any, path: str, room: int) -> None:
         raise UserError(f"{path} must be a JSON schema: an object or a boolean", param=path)
     if room == 0:
         raise UserError(f"{path}: schemas may be nested {MAX_DEPTH} deep at most", param=path)
+    if isinstance(schema, Mapping) and isinstance(named := schema.get("properties"), Mapping):
+        required = schema.get("required")
+        optional = len(named) - (len(set(map(str, required)) & set(named)) if isinstance(required, list) else 0)
+        if optional > MAX_OPTIONAL:
+            raise UserError(
+                f"{path} has {optional:,} optional properties; {MAX_OPTIONAL} at most can be enforced in one object: "
+                "name the others in required, or put them into objects of their own",
+                param=path,
+            )
     for below, part in children(schema):
         _check_shape(part, path + below, room - 1)
 
@@ -86,8 +98,7 @@ def _locate(schema: Schema, root: Schema, path: str, problem: str) -> tuple[str,
 
 def compile_error(schema: Schema) -> str | None:
     """What llguidance says against ``schema``; None if it can be enforced."""
-    grammar = llguidance.LLMatcher.grammar_from_lark(f"start: {json_rule(schema)}")
-    said = llguidance.LLMatcher.validate_grammar(grammar, None)
+    said = problem_of(f"start: {json_rule(schema)}")
     return said.split("failed to compile JSON schema:")[-1].split("\n")[0].strip() if said else None
 
 

@@ -17,7 +17,7 @@ from k3stack.chat.prompt import NO_EFFORT
 from k3stack.chat.segments import Segment, close_tag, open_tag
 from k3stack.chat.settings import OutputGrammar, ResponseFormat, ToolChoice
 from k3stack.chat.strict import whole_pattern
-from k3stack.errors import UserError
+from k3stack.errors import BugError, UserError
 
 REQUIRED, NONE, AUTO = ToolChoice("required"), ToolChoice("none"), ToolChoice("auto")
 STRICT_SCHEMA: dict[str, Any] = {
@@ -361,12 +361,42 @@ SCHEMA_PATH = "response_format.json_schema.schema"
         ({"type": "nonsense"}, SCHEMA_PATH),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, SCHEMA_PATH),
         ({"properties": {"a": 5}}, f"{SCHEMA_PATH}.properties.a"),
+        # llguidance panics on this one: it shortens the value for its message, in the middle of a character.
+        ({"type": "array", "maxItems": "😀" * 40}, SCHEMA_PATH),
+        ({"properties": {"a": {"properties": {f"p{i}": {} for i in range(401)}}}}, f"{SCHEMA_PATH}.properties.a"),
     ],
 )
 def test_schema_that_cannot_be_enforced(schema: dict[str, Any], path: str, small: Tokenizer) -> None:
     with pytest.raises(UserError) as e:
         build_grammar(small, in_think=True, form=ResponseFormat("json_schema", schema))
     assert e.value.param == path and path in str(e.value)
+
+
+def test_as_many_optional_properties_as_are_accepted_work(small: Tokenizer, grammars: Grammars) -> None:
+    names = [f"p{i}" for i in range(500)]
+    schema = {"properties": {name: {"type": "string"} for name in names}, "required": names[:100], "type": "object"}
+    grammar = build_grammar(small, in_think=False, form=ResponseFormat("json_schema", schema))
+    assert grammar is not None
+    session = grammars.session(grammar)
+    for token in small.encode_text(json.dumps(dict.fromkeys([*names[:100], names[499]], ""), indent=1)):
+        mask = session.mask()
+        assert mask[token >> 3] >> (token & 7) & 1
+        assert session.accept([token])
+
+
+class PanicException(BaseException):
+    """What a panic of a Rust library looks like."""
+
+
+def test_a_panic_in_use_is_an_error_of_ours(small: Tokenizer, grammars: Grammars) -> None:
+    class Broken:
+        def is_stopped(self) -> bool:
+            raise PanicException("index out of bounds\nbacktrace")
+
+    session = GrammarSession(grammars, Broken(), thinking=False)  # type: ignore[arg-type]
+    for use in (session.mask, lambda: session.accept([1])):
+        with pytest.raises(BugError, match=r"llguidance panicked: index out of bounds$"):
+            use()
 
 
 def test_deep_schema_is_refused(small: Tokenizer) -> None:
