@@ -19,6 +19,8 @@ from k3stack.models.network import Model
 from k3stack.models.views import ArenaViews, cache_dtypes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+DEVICE = "cpu"
+"""Where models and arenas are; the tests of a GPU set it."""
 NAMES = ("k3_tiny_open", "k3_tiny_8h_open", "kimi_linear_tiny_open")
 
 
@@ -40,7 +42,7 @@ class TestArena:
         self.layout = block_layout(
             model.geometry, recurrent_itemsize=state.itemsize, conv_itemsize=window.itemsize, row_itemsize=row.itemsize
         )
-        self.buffer = torch.full((blocks * self.layout.block_bytes,), 0xFF, dtype=torch.uint8)
+        self.buffer = torch.full((blocks * self.layout.block_bytes,), 0xFF, dtype=torch.uint8, device=model.device)
         self.views = ArenaViews(
             self.buffer, self.layout, model.geometry, state_dtype=state, window_dtype=window, row_dtype=row
         )
@@ -73,13 +75,14 @@ class TestArena:
         width = max(len(s.pages) for s, _ in work) + 1
         if wanted is None:
             wanted = list(range(cu[-1])) if every else [end - 1 for end in cu[1:]]
+        device = self.model.device
         return ForwardBatch(
-            ids=torch.tensor([i for _, ids in work for i in ids]),
+            ids=torch.tensor([i for _, ids in work for i in ids], device=device),
             cu=cu,
             starts=starts,
-            state_blocks=torch.tensor([s.block for s, _ in work]),
-            page_table=torch.tensor([s.pages + [1 << 40] * (width - len(s.pages)) for s, _ in work]),
-            logit_index=torch.tensor(wanted, dtype=torch.int64),
+            state_blocks=torch.tensor([s.block for s, _ in work], device=device),
+            page_table=torch.tensor([s.pages + [1 << 40] * (width - len(s.pages)) for s, _ in work], device=device),
+            logit_index=torch.tensor(wanted, dtype=torch.int64, device=device),
         )
 
     def run(
@@ -96,13 +99,17 @@ class TestArena:
     def rows(self, seq: Sequence, layer: int) -> Tensor:
         """[length, row width] of the ``layer``-th MLA layer."""
         rows = self.views.rows(layer)
-        return rows[torch.tensor(seq.pages)].reshape(-1, rows.shape[2])[: seq.length]
+        return rows[torch.tensor(seq.pages, device=rows.device)].reshape(-1, rows.shape[2])[: seq.length]
+
+
+def model(name: str, dtype: str, eps: float = 1e-6) -> Model:
+    """A golden checkpoint, loaded once a test run."""
+    return _model(name, dtype, eps, DEVICE)
 
 
 @cache
-def model(name: str, dtype: str, eps: float = 1e-6) -> Model:
-    """A golden checkpoint, loaded once a test run."""
-    return load_model(GOLDEN / name, dtype=dtype, latent_norm_eps=eps, progress=False)
+def _model(name: str, dtype: str, eps: float, device: str) -> Model:
+    return load_model(GOLDEN / name, dtype=dtype, device=device, latent_norm_eps=eps, progress=False)
 
 
 @cache
@@ -113,14 +120,14 @@ def golden(name: str) -> dict[str, np.ndarray]:
 
 def off(mine: Tensor, theirs: np.ndarray | Tensor) -> float:
     """Largest absolute difference; NaN counts as infinite."""
-    theirs = torch.as_tensor(theirs)
+    mine, theirs = mine.cpu(), torch.as_tensor(theirs).cpu()
     assert mine.shape == theirs.shape
     return float(torch.nan_to_num((mine.double() - theirs.double()).abs(), nan=float("inf")).max())
 
 
 def relative(mine: Tensor, theirs: np.ndarray | Tensor, *, dim: int | None = None) -> Tensor:
     """Relative L2 distance, of the whole or along ``dim``; NaN counts as infinite."""
-    theirs = torch.as_tensor(theirs).double()
+    mine, theirs = mine.cpu(), torch.as_tensor(theirs).cpu().double()
     assert mine.shape == theirs.shape
     distance = torch.linalg.vector_norm(mine.double() - theirs, dim=dim) / torch.linalg.vector_norm(theirs, dim=dim)
     return torch.nan_to_num(distance, nan=float("inf"))

@@ -17,7 +17,7 @@ def block(name: str, dtype: str, kind: str) -> Tensor:
     """Run one block on its golden input as a fresh sequence."""
     g, net = golden(name), model(name, dtype)
     arena = TestArena(net)
-    x = torch.from_numpy(g[f"block_{kind}_in" if kind != "mix" else "block_mix_rows"]).to(net.dtype)
+    x = torch.from_numpy(g[f"block_{kind}_in" if kind != "mix" else "block_mix_rows"]).to(net.device, net.dtype)
     with torch.inference_mode():
         if kind == "mix":
             assert net.scorers is not None

@@ -31,9 +31,9 @@ def prompt(name: str, which: str) -> list[int]:
 
 def chosen(capture: Capture, layers: range) -> tuple[np.ndarray, Tensor, Tensor]:
     """Router ids in ascending order with their weights, and the margin of the choice, each [layer, T, ...]."""
-    ids = torch.stack([capture.values["router_ids"][i] for i in layers])
-    weights = torch.stack([capture.values["router_weights"][i] for i in layers])
-    scores = torch.stack([capture.values["router_scores"][i] for i in layers]).sort(-1, descending=True).values
+    ids = torch.stack([capture.values["router_ids"][i].long().cpu() for i in layers])
+    weights = torch.stack([capture.values["router_weights"][i].cpu() for i in layers])
+    scores = torch.stack([capture.values["router_scores"][i].cpu() for i in layers]).sort(-1, descending=True).values
     order = ids.argsort(-1)
     k = ids.shape[-1]
     margin = scores[..., k - 1] - scores[..., k]
@@ -185,7 +185,7 @@ def test_latent_norm_eps_is_an_option(name: str) -> None:
 
 
 def forced(name: str, net: Model, tokens: slice) -> Capture:
-    ids = torch.from_numpy(golden(name)["router_ids"]).long()
+    ids = torch.from_numpy(golden(name)["router_ids"]).long().to(net.device)
     return Capture({net.geometry.dense_layers + i: ids[i, tokens] for i in range(ids.shape[0])})
 
 

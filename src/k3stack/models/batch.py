@@ -10,6 +10,17 @@ import torch
 from torch import Tensor
 
 from k3stack.kernels.kda.layout import TileLayout, tile_layout
+from k3stack.kernels.upload import upload, upload_ints
+
+
+@dataclass(frozen=True, slots=True)
+class HostIndex:
+    """What the host knows of a batch's device tensors, so that nobody has to fetch it."""
+
+    blocks: list[int]
+    """``ForwardBatch.state_blocks``."""
+    logits: list[int]
+    """``ForwardBatch.logit_index``."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,8 @@ class ForwardBatch:
     """int64 [R, M] page ids; entries past a row's last page are not read."""
     logit_index: Tensor
     """int64 [N]: tokens (0 .. T-1) whose logits are wanted."""
+    host: HostIndex | None = None
+    """None: it is read from the tensors, which on a GPU makes the host wait."""
 
     @cached_property
     def step(self) -> Step:
@@ -71,7 +84,9 @@ class Step:
     def __init__(self, batch: ForwardBatch) -> None:
         cu, starts = batch.cu, batch.starts
         counts = [b - a for a, b in itertools.pairwise(cu)]
-        blocks = batch.state_blocks.tolist()
+        host = batch.host or HostIndex(batch.state_blocks.tolist(), batch.logit_index.tolist())
+        blocks, device = host.blocks, batch.ids.device
+        self.device = device
         self.total = cu[-1]
         self.page_table = batch.page_table
         single = [r for r, n in enumerate(counts) if n == 1]
@@ -81,8 +96,8 @@ class Step:
         self.decode_count = len(single)
         self.decode_blocks = [blocks[r] for r in single]
         self.decode_lengths = [starts[r] + 1 for r in single]
-        self.decode_tokens: slice | Tensor = _compact([cu[r] for r in single])
-        rows = _compact(single)
+        self.decode_tokens: slice | Tensor = _compact([cu[r] for r in single], device)
+        rows = _compact(single, device)
         self.decode_block_index = batch.state_blocks[rows]
         self.decode_pages = batch.page_table[rows]
         self.tiles: TileLayout | None = None
@@ -92,19 +107,19 @@ class Step:
                 [c.count for c in self.chunks],
                 [c.block for c in self.chunks],
                 self.total,
-            )
-        self.tail = self._find_tail(batch, counts)
+            ).to(device)
+        self.tail = self._find_tail(batch, counts, host.logits)
         self._slots: tuple[Tensor, Tensor] | None = None
         self._counts, self._starts, self._cu = counts, starts, cu
 
-    def _find_tail(self, batch: ForwardBatch, counts: list[int]) -> Tail | None:
+    def _find_tail(self, batch: ForwardBatch, counts: list[int], wanted: list[int]) -> Tail | None:
         """None where the last layer needs every token, or some token that is not its row's last."""
-        wanted = batch.logit_index.tolist()
         row_of = {end - 1: r for r, end in enumerate(batch.cu[1:])}
         if len(wanted) >= self.total or any(t not in row_of for t in wanted):
             return None
         rows = [row_of[t] for t in wanted]
-        return Tail(batch.logit_index, batch.page_table[rows], [batch.starts[r] + counts[r] for r in rows])
+        pages = batch.page_table[_compact(rows, self.device)]
+        return Tail(batch.logit_index, pages, [batch.starts[r] + counts[r] for r in rows])
 
     @property
     def all_decode(self) -> bool:
@@ -122,15 +137,15 @@ class Step:
 
     def _work_out_slots(self, page_rows: int) -> tuple[Tensor, Tensor]:
         table = self.page_table
-        counts = torch.tensor(self._counts, device=table.device)
-        row = torch.repeat_interleave(torch.arange(len(self._counts), device=table.device), counts)
-        shift = torch.tensor([s - c for s, c in zip(self._starts, self._cu, strict=False)], device=table.device)
+        counts = torch.tensor(self._counts)
+        row = upload(torch.repeat_interleave(torch.arange(len(self._counts)), counts), table.device)
+        shift = upload_ints([s - c for s, c in zip(self._starts, self._cu, strict=False)], table.device)
         position = torch.arange(self.total, device=table.device) + shift[row]
         return table[row, position // page_rows], position % page_rows
 
 
-def _compact(index: list[int]) -> slice | Tensor:
+def _compact(index: list[int], device: torch.device) -> slice | Tensor:
     """A slice where the indices are consecutive, so that selecting them copies nothing."""
     if not index or index == list(range(index[0], index[0] + len(index))):
         return slice(index[0], index[0] + len(index)) if index else slice(0, 0)
-    return torch.tensor(index)
+    return upload_ints(index, device)

@@ -11,7 +11,8 @@ import torch
 
 from k3stack.errors import BugError
 from k3stack.executor.torch.rows import RowTables
-from k3stack.models.batch import ForwardBatch
+from k3stack.kernels.upload import upload, upload_ints
+from k3stack.models.batch import ForwardBatch, HostIndex
 from k3stack.scheduler.plan import GroupPlan, RowWork
 
 Ints = npt.NDArray[np.int64]
@@ -83,22 +84,24 @@ def build_batch(
     ends = starts + counts
     width = tables.check_room(rows, ends, page_tokens)
     continued = len(decode) + sum(w.ids is None for w in works)
-    device_rows = torch.from_numpy(rows).to(device)
+    device_rows = upload(rows, device)
     literal = [token for work in works if work.ids is not None for token in work.ids]
     ids = tables.last_outputs(device_rows[:continued])
     if literal:
-        ids = torch.cat((ids, torch.tensor(literal, dtype=torch.int64, device=device)))
+        ids = torch.cat((ids, upload_ints(literal, device)))
     bounds = [0, *np.cumsum(counts).tolist()]
     layout = _Layout(len(decode), tables)
     for place, (index, work) in enumerate(zip(order, works, strict=True), start=len(decode)):
         layout.add(index, work, bounds[place], tails)
+    blocks = tables.state_block[rows]
     forward = ForwardBatch(
         ids=ids,
         cu=bounds,
         starts=starts.tolist(),
-        state_blocks=torch.from_numpy(tables.state_block[rows]).to(device),
+        state_blocks=upload(blocks, device),
         page_table=tables.pages_of(rows, device_rows, width),
-        logit_index=torch.tensor(layout.logits, dtype=torch.int64, device=device),
+        logit_index=upload_ints(layout.logits, device),
+        host=HostIndex(blocks.tolist(), layout.logits),
     )
     sample_rows = np.array([*group.decode, *layout.sampling], np.int64)
     whole = layout.sample_at == list(range(len(layout.logits)))
@@ -107,8 +110,8 @@ def build_batch(
         rows=rows,
         ends=ends,
         sample_rows=sample_rows,
-        sample_device_rows=torch.from_numpy(sample_rows).to(device),
-        sample_index=None if whole else torch.tensor(layout.sample_at, dtype=torch.int64, device=device),
+        sample_device_rows=upload(sample_rows, device),
+        sample_index=None if whole else upload_ints(layout.sample_at, device),
         sample_of_work=layout.sample_of_work,
         masked=layout.masked,
         scores=layout.scores,
@@ -121,14 +124,16 @@ def _decode_batch(rows: Ints, tables: RowTables, page_tokens: int, device: torch
     starts = tables.length[rows]
     ends = starts + 1
     width = tables.check_room(rows, ends, page_tokens)
-    device_rows = torch.from_numpy(rows).to(device)
+    device_rows = upload(rows, device)
+    blocks = tables.state_block[rows]
     forward = ForwardBatch(
         ids=tables.last_outputs(device_rows),
         cu=list(range(len(rows) + 1)),
         starts=starts.tolist(),
-        state_blocks=torch.from_numpy(tables.state_block[rows]).to(device),
+        state_blocks=upload(blocks, device),
         page_table=tables.pages_of(rows, device_rows, width),
         logit_index=torch.arange(len(rows), device=device),
+        host=HostIndex(blocks.tolist(), list(range(len(rows)))),
     )
     return Batch(forward, rows, ends, rows, device_rows, None)
 

@@ -95,7 +95,7 @@ class TorchExecutor:
         self._closing = False
         # The thread must not keep a forgotten executor and its gigabytes alive.
         self._worker = threading.Thread(
-            target=_work, args=(self._queue, weakref.ref(self)), name="k3-executor", daemon=True
+            target=_work, args=(self._queue, weakref.ref(self), device), name="k3-executor", daemon=True
         )
         self._worker.start()
         weakref.finalize(self, self._queue.put, None)
@@ -280,7 +280,9 @@ class TorchExecutor:
                 self.arena.poison_rows(table[index], first)
 
 
-def _work(steps: queue.SimpleQueue[Handle | None], executor: weakref.ref[TorchExecutor]) -> None:
+def _work(steps: queue.SimpleQueue[Handle | None], executor: weakref.ref[TorchExecutor], device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a thread's own: events and streams belong to the current device
     with torch.inference_mode():
         while (handle := steps.get()) is not None:
             owner = executor()

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from k3stack.kernels.upload import upload
 from k3stack.scheduler.plan import RowAdd
 
 Ints = npt.NDArray[np.int64]
@@ -58,8 +59,8 @@ class PenaltyCounts:
         at = np.flatnonzero(self._slot[rows] >= 0)
         if not len(at):
             return False
-        where = torch.from_numpy(at).to(self._device)
-        slots = torch.from_numpy(self._slot[rows[at]]).to(self._device)
+        where = upload(at, self._device)
+        slots = upload(self._slot[rows[at]], self._device)
         counts = self._counts[slots]
         factors = self._factors[slots].to(logits.dtype)
         repetition, presence, frequency = (factors[:, i : i + 1] for i in range(3))
@@ -75,8 +76,8 @@ class PenaltyCounts:
             return
         at = np.flatnonzero(self._slot[rows] >= 0)
         if len(at):
-            slots = torch.from_numpy(self._slot[rows[at]]).to(self._device)
-            self._counts[slots, tokens[torch.from_numpy(at).to(self._device)]] += 1
+            slots = upload(self._slot[rows[at]], self._device)
+            self._counts[slots, tokens[upload(at, self._device)]] += 1
 
     def _take_slot(self) -> int:
         if not self._free:
@@ -90,4 +91,4 @@ class PenaltyCounts:
 
     def _bincount(self, ids: tuple[int, ...]) -> torch.Tensor:
         counts = np.bincount(np.asarray(ids, np.int64), minlength=self._vocab)
-        return torch.from_numpy(counts.astype(np.int32)).to(self._device)
+        return upload(counts.astype(np.int32), self._device)

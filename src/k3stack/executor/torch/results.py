@@ -9,6 +9,7 @@ import torch
 from k3stack.executor.torch.batch import Batch, Score
 from k3stack.executor.torch.logprobs import Logprobs
 from k3stack.executor.torch.sampler import Sampled
+from k3stack.kernels.upload import upload_ints
 from k3stack.scheduler.plan import GroupPlan, GroupResult, RowResult, TokenLogprobs
 
 UNUSABLE = "the network's logits are not finite, or the grammar allows no token"
@@ -42,7 +43,7 @@ class Launched:
                 used = own[: len(known) - score.from_tail]
                 if score.from_tail:
                     used = torch.cat((tails[score.row].unsqueeze(0), used))
-                tokens = torch.tensor(known, dtype=torch.int64, device=logits.device)
+                tokens = upload_ints(known, logits.device)
                 self._scores[index] = Logprobs(used, tokens, [score.top] * len(known), self._fetch)
             tails.pop(score.row, None)
             if score.keep_tail:
@@ -53,7 +54,7 @@ class Launched:
         self._tokens = self._fetch(sampled.tokens)
         self._best = self._fetch(sampled.best)
         if batch.logprobs:
-            at = torch.tensor(list(batch.logprobs), dtype=torch.int64, device=logits.device)
+            at = upload_ints(list(batch.logprobs), logits.device)
             top = list(batch.logprobs.values())
             self._logprobs = Logprobs(logits.index_select(0, at), sampled.tokens[at], top, self._fetch)
 

@@ -10,6 +10,7 @@ import torch
 
 from k3stack.config.sampling import SamplingParams
 from k3stack.errors import BugError
+from k3stack.kernels.upload import upload
 from k3stack.scheduler.plan import RowAdd
 
 Ints = npt.NDArray[np.int64]
@@ -102,7 +103,7 @@ class RowTables:
     def flush(self) -> None:
         """Bring the device's page table up to date."""
         if self._changes:
-            where = torch.tensor(self._changes, dtype=torch.int64).to(self._device, non_blocking=True)
+            where = upload(np.array(self._changes, np.int64), self._device)
             self._device_table[where[:, 0], where[:, 1]] = where[:, 2]
             self._changes.clear()
 

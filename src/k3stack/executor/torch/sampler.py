@@ -17,6 +17,7 @@ import torch
 from k3stack.executor.torch.draw import DrawParams, draw
 from k3stack.executor.torch.noise import uniform
 from k3stack.executor.torch.penalties import PenaltyCounts
+from k3stack.kernels.upload import upload
 from k3stack.scheduler.plan import RowAdd
 
 COLDEST = 1e-5
@@ -123,10 +124,10 @@ class Sampler:
         best = logits.amax(dim=-1)
         tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         if len(plain):
-            at = torch.from_numpy(plain).to(self._device)
+            at = upload(plain, self._device)
             tokens[at] = _argmax(logits.index_select(0, at))
         if len(indices):
-            at = torch.from_numpy(indices).to(self._device)
+            at = upload(indices, self._device)
             own = logits if overwrite and not len(plain) else logits.index_select(0, at)
             own_masks = {i: masks[index] for i, index in enumerate(indices.tolist()) if index in masks}
             changed = self._shape(own, rows[indices], own_masks)
@@ -148,7 +149,7 @@ class Sampler:
             if below[i]:
                 logits[i, list(self._banned[row])] = -torch.inf
             if (mask := masks.get(i)) is not None:
-                logits[i].masked_fill_(~unpack_mask(mask, self._vocab).to(self._device), -torch.inf)
+                logits[i].masked_fill_(~upload(unpack_mask(mask, self._vocab), self._device), -torch.inf)
         return True
 
     def _pick(self, logits: torch.Tensor, rows: Ints) -> torch.Tensor:
@@ -159,7 +160,7 @@ class Sampler:
         tokens = _argmax(logits)
         if is_random.any():
             at = np.flatnonzero(is_random)
-            where = torch.from_numpy(at).to(self._device)
+            where = upload(at, self._device)
             tokens[where] = draw(logits.index_select(0, where), self._draw_params(rows[at]))
         return tokens
 
@@ -171,7 +172,7 @@ class Sampler:
             self._min_p[rows],
             uniform(self._seed[rows], self._outputs[rows]),
         )
-        return DrawParams(*(torch.from_numpy(v).to(self._device) for v in values))
+        return DrawParams(*(upload(v, self._device) for v in values))
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from k3stack.estimate.pools import BlockLayout, PoolPlan
 from k3stack.executor.torch.arena import DeviceArena
-from k3stack.models.batch import ForwardBatch
+from k3stack.models.batch import ForwardBatch, HostIndex
 from k3stack.models.network import Model
 from k3stack.models.views import ArenaViews, cache_dtypes
 
@@ -37,6 +37,7 @@ def sequence_logits(model: Model, layout: BlockLayout, ids: Sequence[int], chunk
             state_blocks=torch.zeros(1, dtype=torch.int64, device=model.device),
             page_table=table,
             logit_index=torch.arange(count, device=model.device),
+            host=HostIndex([0], list(range(count))),
         )
         parts.append(model.forward(batch, views).cpu())
     return torch.cat(parts)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from k3stack.kernels.upload import upload
 
 SUB = 16
 """Tokens of a sub-chunk: within it decays are factored, between them only differences are exponentiated."""
@@ -33,6 +35,12 @@ class TileLayout:
     @property
     def tiles(self) -> int:
         return sum(self.active)
+
+    def to(self, device: torch.device) -> TileLayout:
+        """With its indices on ``device``."""
+        if self.tokens is None or self.places is None:
+            return self
+        return replace(self, tokens=upload(self.tokens, device), places=upload(self.places, device))
 
 
 def tile_layout(starts: list[int], counts: list[int], blocks: list[int], total: int) -> TileLayout:
