@@ -23,3 +23,8 @@ def silu_glu(gate_up: Tensor) -> Tensor:
     if gate_up.dtype == torch.bfloat16:
         return F.silu(gate.float()).mul_(up).to(torch.bfloat16)
     return F.silu(gate).mul_(up)
+
+
+def output_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """See ``reference.output_gate``."""
+    return (widen(x.reshape(gate.shape)) * torch.sigmoid(widen(gate))).to(gate.dtype)

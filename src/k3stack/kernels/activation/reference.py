@@ -22,3 +22,8 @@ def silu_glu(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up``; gate_up [..., 2I] -> [..., I]."""
     gate, up = widen(gate_up).chunk(2, -1)
     return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
+
+
+def output_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """``x * sigmoid(gate)`` in the wide dtype; x [T, H, V], gate [T, H V] -> [T, H V] in gate's dtype."""
+    return (widen(x.reshape(gate.shape)) / (1 + torch.exp(-widen(gate)))).to(gate.dtype)

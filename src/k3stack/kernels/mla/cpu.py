@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from k3stack.kernels.norm.cpu import rms_norm
 from k3stack.kernels.precision import widen
 
 QUERY_TILE = 256
@@ -103,3 +104,12 @@ def _mask_future(scores: Tensor, start: int) -> None:
     if count > 1:
         hidden = torch.ones(count, seen - start, dtype=torch.bool, device=scores.device).triu_(1)
         scores[:, :, start:].masked_fill_(hidden, float("-inf"))
+
+
+def write_rows(kv: Tensor, weight: Tensor, eps: float, rows: Tensor, pages: Tensor, places: Tensor) -> None:
+    """Write the cache rows of T tokens: kv [T, latent + shared] with its latent normalised by ``weight`` [latent].
+
+    rows [pages, page rows, latent + shared]; pages, places int64 [T]: where each token's row lies.
+    """
+    latent = weight.shape[0]
+    rows[pages, places] = torch.cat([rms_norm(kv[:, :latent], weight, eps), kv[:, latent:]], dim=1).to(rows.dtype)

@@ -1,0 +1,196 @@
+"""KDA in Triton: a whole decode step of one head in one program, and the short convolution of chunks."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from k3stack.kernels import launch as start
+
+L2_EPS = 1e-6
+TOKENS, CHANNELS = 16, 128
+
+
+@triton.jit
+def _convolve(raw, windows, conv, channel, channels, TAPS: tl.constexpr, ROWS: tl.constexpr):
+    """One token's convolution and SiLU of some channels; their window moves on by the token."""
+    j = tl.arange(0, ROWS)[:, None]
+    at = j * channels + channel[None, :]
+    past = tl.load(windows + at, mask=j < TAPS - 1, other=0.0)
+    now = tl.load(raw + channel)
+    x = tl.where(j == TAPS - 1, now[None, :], past)
+    taps = tl.load(conv + at, mask=j < TAPS, other=0.0)
+    y = tl.sum(x.to(tl.float32) * taps, 0)
+    # Other threads may still have to read what is overwritten now.
+    tl.debug_barrier()
+    tl.store(windows + at - channels, x, mask=(j > 0) & (j < TAPS))
+    return y / (1 + tl.exp(-y))
+
+
+@triton.jit
+def _decode_kernel(
+    raw, f, gate, b, conv, exp_a, dt_bias, norm, windows, states, blocks, out,
+    raw_row, f_row, gate_row, b_row, window_block, state_block, width, scale, lower_bound, l2_eps, eps,
+    K: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    block = tl.load(blocks + row)
+    i = tl.arange(0, K)
+    at = head * K + i
+    if block < 0:
+        tl.store(out + row * width + at, tl.zeros([K], out.dtype.element_ty))
+        return
+    place = states + block * state_block + head * K * K + i[:, None] * K + i[None, :]
+    s = tl.load(place).to(tl.float32)
+    raw += row * raw_row
+    windows += block * window_block
+    q = _convolve(raw, windows, conv, at, 3 * width, TAPS, ROWS)
+    k = _convolve(raw, windows, conv, width + at, 3 * width, TAPS, ROWS)
+    v = _convolve(raw, windows, conv, 2 * width + at, 3 * width, TAPS, ROWS)
+    q = q * tl.rsqrt(tl.sum(q * q, 0) + l2_eps) * scale
+    k = k * tl.rsqrt(tl.sum(k * k, 0) + l2_eps)
+    a = tl.load(exp_a + head)
+    z = tl.load(f + row * f_row + at).to(tl.float32) + tl.load(dt_bias + at)
+    if BOUNDED:
+        g = lower_bound / (1 + tl.exp(-a * z))
+    else:
+        g = -a * (tl.maximum(z, 0.0) + tl.log(1 + tl.exp(-tl.abs(z))))
+    beta = 1 / (1 + tl.exp(-tl.load(b + row * b_row + head).to(tl.float32)))
+    s = s * tl.exp(g)[:, None]
+    d = beta * (v - tl.sum(s * k[:, None], 0))
+    s += k[:, None] * d[None, :]
+    tl.store(place, s.to(states.dtype.element_ty))
+    o = tl.sum(s * q[:, None], 0)
+    o = o * tl.rsqrt(tl.sum(o * o, 0) / K + eps) * tl.load(norm + i)
+    o = o / (1 + tl.exp(-tl.load(gate + row * gate_row + at).to(tl.float32)))
+    tl.store(out + row * width + at, o.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _conv_kernel(
+    raw, conv, windows, first, blocks, out, raw_row, window_block, tokens, channels,
+    TAPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    live, here = t < tokens, c < channels
+    begin = tl.load(first + t, mask=live, other=0)
+    block = tl.load(blocks + t, mask=live, other=0)
+    y = tl.zeros([TOKENS, CHANNELS], tl.float32)
+    for j in tl.static_range(TAPS):
+        back = t - (TAPS - 1) + j
+        inside = (back >= begin) & live
+        x = tl.load(
+            raw + back[:, None].to(tl.int64) * raw_row + c[None, :], mask=inside[:, None] & here[None, :], other=0.0
+        )
+        slot = back - begin + (TAPS - 1)
+        past = tl.load(
+            windows + (block * window_block + slot * channels)[:, None] + c[None, :],
+            mask=(live & (back < begin))[:, None] & here[None, :],
+            other=0.0,
+        )
+        tap = tl.load(conv + j * channels + c, mask=here, other=0.0)
+        y += (x.to(tl.float32) + past.to(tl.float32)) * tap[None, :]
+    y = y / (1 + tl.exp(-y))
+    tl.store(out + t[:, None].to(tl.int64) * channels + c[None, :], y, mask=live[:, None] & here[None, :])
+
+
+@triton.jit
+def _window_kernel(
+    raw, windows, first, last, blocks, raw_row, window_block, channels,
+    TAPS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    c = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+    j = tl.arange(0, ROWS)[:, None]
+    here = (c < channels) & (j < TAPS - 1)
+    begin = tl.load(first + row)
+    own = windows + tl.load(blocks + row) * window_block
+    back = tl.load(last + row) - (TAPS - 1) + 1 + j
+    x = tl.load(raw + back.to(tl.int64) * raw_row + c, mask=here & (back >= begin), other=0.0)
+    past = tl.load(own + (back - begin + TAPS - 1) * channels + c, mask=here & (back < begin), other=0.0)
+    tl.debug_barrier()
+    tl.store(own + j * channels + c, tl.where(back >= begin, x, past), mask=here)
+
+
+def decode_step(
+    raw: Tensor,
+    f: Tensor,
+    gate: Tensor,
+    b: Tensor,
+    conv: Tensor,
+    exp_a: Tensor,
+    dt_bias: Tensor,
+    norm: Tensor,
+    windows: Tensor,
+    states: Tensor,
+    blocks: Tensor,
+    lower_bound: float | None,
+    eps: float,
+) -> Tensor:
+    """One token each of R sequences, from the projections to the gated norm's output; state and window in place.
+
+    raw [R, 3 P], f [R, P] (before dt_bias), gate [R, P], b [R, H] (rows may lie apart), conv [taps, 3 P], exp_a [H],
+    dt_bias [P], norm [K] fp32, windows [blocks, taps - 1, 3 P], states [blocks, H, K, K], blocks int64 [R] -> [R, P] in
+    raw's dtype. A row of block -1 changes nothing and gives zeros.
+    """
+    rows, heads = b.shape
+    k = states.shape[2]
+    out = torch.empty(rows, heads * k, dtype=raw.dtype, device=raw.device)
+    taps = conv.shape[0]
+    start.launch(
+        _decode_kernel,
+        (rows, heads),
+        *(raw, f, gate, b, conv, exp_a, dt_bias, norm, windows, states, blocks, out),
+        *(raw.stride(0), f.stride(0), gate.stride(0), b.stride(0), windows.stride(0), states.stride(0)),
+        *(heads * k, k**-0.5, 0.0 if lower_bound is None else lower_bound, L2_EPS, eps),
+        K=k,
+        TAPS=taps,
+        ROWS=triton.next_power_of_2(taps),
+        BOUNDED=lower_bound is not None,
+        num_warps=8 if k >= 128 else 4,
+    )
+    return out
+
+
+def convolve(
+    raw: Tensor,
+    weight: Tensor,
+    windows: Tensor,
+    token_first: Tensor,
+    token_block: Tensor,
+    first: Tensor,
+    last: Tensor,
+    blocks: Tensor,
+) -> Tensor:
+    """Short convolution and SiLU of all tokens of a step, whatever rows they belong to; windows move on in place.
+
+    raw [T, C] (rows may lie apart), weight [taps, C], windows [blocks, taps - 1, C]; per token int64 [T] its row's
+    first token and block, per row int64 [R] its first token, last token and block -> fp32 [T, C].
+    """
+    tokens, channels = raw.shape
+    taps = weight.shape[0]
+    out = torch.empty(tokens, channels, dtype=torch.float32, device=raw.device)
+    parts = triton.cdiv(channels, CHANNELS)
+    start.launch(
+        _conv_kernel,
+        (triton.cdiv(tokens, TOKENS), parts),
+        *(raw, weight, windows, token_first, token_block, out, raw.stride(0), windows.stride(0), tokens, channels),
+        TAPS=taps,
+        TOKENS=TOKENS,
+        CHANNELS=CHANNELS,
+        num_warps=4,
+    )
+    start.launch(
+        _window_kernel,
+        (first.shape[0], parts),
+        *(raw, windows, first, last, blocks, raw.stride(0), windows.stride(0), channels),
+        TAPS=taps,
+        ROWS=triton.next_power_of_2(taps),
+        CHANNELS=CHANNELS,
+        num_warps=1,
+    )
+    return out

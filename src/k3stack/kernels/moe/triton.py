@@ -1,0 +1,300 @@
+"""Router and experts in Triton: each expert's weights are read once a step, whatever tokens chose it.
+
+Three launches: which tokens chose which expert, gate and up with the activation, down. A fourth weighs and adds. The
+same kernels serve decode (few tokens an expert, bound by the bytes of the weights) and chunks; only tiles differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from k3stack.kernels import launch as start
+from k3stack.kernels.activation.glu import Glu
+from k3stack.kernels.activation.triton import glu
+from k3stack.kernels.mxfp4.triton import SHIFT, Mxfp4Weight, halves, unpack
+
+GROUPED = 1024
+"""Choices that the grouping kernel looks at in one go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Tokens, weight rows and columns of one program's tile; ``parts``: programs that share an expert's tokens."""
+
+    m: int
+    n: int
+    k: int
+    parts: int
+    warps: int
+    stages: int
+
+
+DECODE = Tiles(16, 32, 256, 1, 4, 3)
+CHUNK = Tiles(64, 64, 64, 4, 4, 3)
+FEW = 16
+"""Mean tokens an expert up to which the tiles of ``DECODE`` are taken."""
+
+
+@triton.jit
+def _route_kernel(
+    logits, bias, ids, weights, experts, scaling,
+    TOPK: tl.constexpr, KEPT: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, BLOCK)
+    live = e < experts
+    s = 1 / (1 + tl.exp(-tl.load(logits + token * experts + e, mask=live, other=0.0)))
+    score = tl.where(live, s + tl.load(bias + e, mask=live, other=0.0), -float("inf"))
+    j = tl.arange(0, KEPT)
+    kept = tl.zeros([KEPT], tl.float32)
+    chosen = tl.zeros([KEPT], tl.int32)
+    for i in range(TOPK):
+        best = tl.argmax(score, 0)
+        kept = tl.where(j == i, tl.sum(tl.where(e == best, s, 0.0), 0), kept)
+        chosen = tl.where(j == i, best, chosen)
+        score = tl.where(e == best, -float("inf"), score)
+    if RENORMALIZE:
+        kept = kept / (tl.sum(kept, 0) + 1e-20)
+    tl.store(ids + token * TOPK + j, chosen.to(tl.int64), mask=j < TOPK)
+    tl.store(weights + token * TOPK + j, kept * scaling, mask=j < TOPK)
+
+
+@triton.jit
+def _group_kernel(ids, lists, counts, first, total, capacity, BLOCK: tl.constexpr):
+    expert = tl.program_id(0)
+    found = 0
+    for begin in range(0, total, BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        hit = tl.load(ids + i, mask=i < total, other=-1) == first + expert
+        place = found + tl.cumsum(hit.to(tl.int32), 0) - 1
+        tl.store(lists + expert.to(tl.int64) * capacity + place, i, mask=hit)
+        found += tl.sum(hit.to(tl.int32), 0)
+    tl.store(counts + expert, found)
+
+
+@triton.jit
+def _packed_product(
+    x, packed, scale, k0, width, live, n_live, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BF16: tl.constexpr
+):
+    """[M, N] of K columns from ``k0``: x [M] row pointers (even half, then odd half), packed and scale [N] pointers."""
+    GROUPS: tl.constexpr = K // 32
+    c = k0 // 2 + tl.arange(0, K // 2)
+    inside = live[:, None] & (c < width // 2)[None, :]
+    even = tl.load(x[:, None] + c[None, :], mask=inside, other=0.0)
+    odd = tl.load(x[:, None] + width // 2 + c[None, :], mask=inside, other=0.0)
+    g = k0 // 32 + tl.arange(0, GROUPS)
+    there = n_live[:, None] & (g < width // 32)[None, :]
+    byte = (g * 16)[None, :, None] + tl.arange(0, 16)[None, None, :]
+    codes = tl.load(packed[:, None, None] + byte, mask=there[:, :, None], other=0)
+    factor = tl.load(scale[:, None] + g[None, :], mask=there, other=127)
+    low, high = unpack(codes, factor[:, :, None], BF16)
+    low = tl.reshape(low, [N, K // 2]).to(even.dtype)
+    high = tl.reshape(high, [N, K // 2]).to(even.dtype)
+    acc = tl.dot(even, tl.trans(low), input_precision="ieee")
+    return tl.dot(odd, tl.trans(high), acc, input_precision="ieee")
+
+
+@triton.jit
+def _plain_product(x, w, k0, width, live, n_live, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    c = k0 + tl.arange(0, K)
+    inside = c < width
+    a = tl.load(x[:, None] + c[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+    b = tl.load(w[:, None] + c[None, :], mask=n_live[:, None] & inside[None, :], other=0.0)
+    return tl.dot(a, tl.trans(b), input_precision="ieee")
+
+
+@triton.jit
+def _in_kernel(
+    x, w, scale, lists, counts, out, x_row, width, inner, capacity, beta, linear_beta, factor,
+    TOPK: tl.constexpr, SITU: tl.constexpr, PACKED: tl.constexpr, BF16: tl.constexpr, PARTS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """gate and up of one expert's tokens, then the activation: N inner columns of M tokens at a time."""
+    expert = (tl.program_id(1) // PARTS).to(tl.int64)
+    part = tl.program_id(1) % PARTS
+    count = tl.load(counts + expert)
+    n = tl.program_id(0) * N + tl.arange(0, N)
+    n_live = n < inner
+    gate_row = expert * 2 * inner + n
+    up_row = gate_row + inner
+    for m0 in range(part * M, count, PARTS * M):
+        m = m0 + tl.arange(0, M)
+        live = m < count
+        pair = tl.load(lists + expert * capacity + m, mask=live, other=0)
+        rows = x + (pair // TOPK).to(tl.int64) * x_row
+        gate = tl.zeros([M, N], tl.float32)
+        up = tl.zeros([M, N], tl.float32)
+        for k0 in range(0, width, K):
+            if PACKED:
+                half = width // 2
+                groups = width // 32
+                gate += _packed_product(
+                    rows, w + gate_row * half, scale + gate_row * groups, k0, width, live, n_live, M, N, K, BF16
+                )
+                up += _packed_product(
+                    rows, w + up_row * half, scale + up_row * groups, k0, width, live, n_live, M, N, K, BF16
+                )
+            else:
+                gate += _plain_product(rows, w + gate_row * width, k0, width, live, n_live, M, N, K)
+                up += _plain_product(rows, w + up_row * width, k0, width, live, n_live, M, N, K)
+        # The products are rounded as the reference rounds them.
+        gate = (gate * factor).to(x.dtype.element_ty).to(tl.float32)
+        up = (up * factor).to(x.dtype.element_ty).to(tl.float32)
+        y = glu(gate, up, beta, linear_beta, SITU)
+        # For the next product the even columns come first.
+        column = (n % 2) * (inner // 2) + n // 2 if PACKED else n
+        to = out + pair.to(tl.int64)[:, None] * inner + column[None, :]
+        tl.store(to, y.to(out.dtype.element_ty), mask=live[:, None] & n_live[None, :])
+
+
+@triton.jit
+def _out_kernel(
+    x, w, scale, lists, counts, out, inner, width, capacity, factor,
+    PACKED: tl.constexpr, BF16: tl.constexpr, PARTS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """The down product of one expert's tokens: N of ``width`` columns of M tokens at a time."""
+    expert = (tl.program_id(1) // PARTS).to(tl.int64)
+    part = tl.program_id(1) % PARTS
+    count = tl.load(counts + expert)
+    n = tl.program_id(0) * N + tl.arange(0, N)
+    n_live = n < width
+    row = expert * width + n
+    for m0 in range(part * M, count, PARTS * M):
+        m = m0 + tl.arange(0, M)
+        live = m < count
+        pair = tl.load(lists + expert * capacity + m, mask=live, other=0).to(tl.int64)
+        acc = tl.zeros([M, N], tl.float32)
+        for k0 in range(0, inner, K):
+            if PACKED:
+                acc += _packed_product(
+                    x + pair * inner,
+                    w + row * (inner // 2),
+                    scale + row * (inner // 32),
+                    k0,
+                    inner,
+                    live,
+                    n_live,
+                    M,
+                    N,
+                    K,
+                    BF16,
+                )
+            else:
+                acc += _plain_product(x + pair * inner, w + row * inner, k0, inner, live, n_live, M, N, K)
+        to = out + pair[:, None] * width + n[None, :]
+        tl.store(to, (acc * factor).to(out.dtype.element_ty), mask=live[:, None] & n_live[None, :])
+
+
+@triton.jit
+def _sum_kernel(results, ids, weights, out, first, experts, width, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < width
+    acc = tl.zeros([BLOCK], tl.float32)
+    for j in range(TOPK):
+        expert = tl.load(ids + token * TOPK + j) - first
+        if (expert >= 0) & (expert < experts):
+            value = tl.load(results + (token * TOPK + j) * width + c, mask=inside, other=0.0)
+            acc += tl.load(weights + token * TOPK + j) * value.to(tl.float32)
+    tl.store(out + token * width + c, acc.to(out.dtype.element_ty), mask=inside)
+
+
+def route(
+    logits: Tensor, bias: Tensor, top_k: int, scaling: float, renormalize: bool, forced: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See ``reference.route``; of equal scores the lower id is taken. logits fp32."""
+    tokens, experts = logits.shape
+    if forced is not None:
+        weights = torch.sigmoid(logits).gather(1, forced)
+        if renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return forced, weights * scaling
+    ids = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    start.launch(
+        _route_kernel,
+        (tokens,),
+        *(logits, bias, ids, weights, experts, scaling),
+        TOPK=top_k,
+        KEPT=triton.next_power_of_2(top_k),
+        RENORMALIZE=renormalize,
+        BLOCK=triton.next_power_of_2(experts),
+        num_warps=4,
+    )
+    return ids, weights
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor | Mxfp4Weight,
+    w2: Tensor | Mxfp4Weight,
+    activation: Glu,
+    first: int = 0,
+    tiles: tuple[Tiles, Tiles] | None = None,
+) -> Tensor:
+    """See ``reference.experts``. w13 [E, 2 I, L] and w2 [E, L, I] hold the experts ``first`` to ``first + E`` - 1 of
+    those that ``ids`` int64 names; choices of others add nothing. ``tiles``: of the two products, for tuning."""
+    tokens, top_k = ids.shape
+    count, double, width = w13.shape
+    inner, total = double // 2, tokens * top_k
+    packed = isinstance(w13, Mxfp4Weight)
+    if tiles is None:
+        # Experts that are not here take their share of the choices with them.
+        few = tokens * top_k <= FEW * max(count, 1) or tokens <= 2 * FEW
+        tiles = (DECODE, DECODE) if few else (CHUNK, CHUNK)
+    device = x.device
+    lists = torch.empty(count, tokens, dtype=torch.int32, device=device)
+    counts = torch.empty(count, dtype=torch.int32, device=device)
+    start.launch(_group_kernel, (count,), *(ids, lists, counts, first, total, tokens), BLOCK=GROUPED, num_warps=4)
+    hidden = torch.empty(total, inner, dtype=x.dtype, device=device)
+    results = torch.empty(total, width, dtype=x.dtype, device=device)
+    bf16 = x.dtype == torch.bfloat16
+    factor = 2.0**SHIFT.value if packed and bf16 else 1.0
+    x = halves(x) if packed else x.contiguous()
+    common = {"PACKED": packed, "BF16": packed and bf16}
+    t = tiles[0]
+    start.launch(
+        _in_kernel,
+        (triton.cdiv(inner, t.n), count * t.parts),
+        *(x, *_parts(w13), lists, counts, hidden, x.stride(0), width, inner, tokens),
+        *(activation.beta, activation.linear_beta, factor),
+        TOPK=top_k,
+        SITU=activation.kind == "situ",
+        **common,
+        **_options(t, width),
+    )
+    t = tiles[1]
+    start.launch(
+        _out_kernel,
+        (triton.cdiv(width, t.n), count * t.parts),
+        *(hidden, *_parts(w2), lists, counts, results, inner, width, tokens, factor),
+        **common,
+        **_options(t, inner),
+    )
+    out = torch.empty(tokens, width, dtype=x.dtype, device=device)
+    start.launch(
+        _sum_kernel,
+        (tokens, triton.cdiv(width, 1024)),
+        *(results, ids, weights, out, first, count, width),
+        TOPK=top_k,
+        BLOCK=1024,
+        num_warps=4,
+    )
+    return out
+
+
+def _parts(w: Tensor | Mxfp4Weight) -> tuple[Tensor, Tensor]:
+    return (w.packed, w.scale) if isinstance(w, Mxfp4Weight) else (w, w)
+
+
+def _options(t: Tiles, width: int) -> dict[str, int]:
+    k = min(t.k, max(triton.next_power_of_2(width), 32))
+    return {"PARTS": t.parts, "M": t.m, "N": t.n, "K": k, "num_warps": t.warps, "num_stages": t.stages}

@@ -1,0 +1,152 @@
+"""Every Triton kernel as Kimi-K3 (a rank of 16 GPUs) and Kimi-Linear launch it, compiled for sm_90 without a GPU.
+
+The kernels' own Python functions are called with tensors that have no storage; where they would start a kernel, it is
+compiled for the arguments at hand instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from k3stack.kernels import launch as starter
+from k3stack.kernels.activation import triton as activation
+from k3stack.kernels.activation.glu import Glu
+from k3stack.kernels.kda import triton as kda
+from k3stack.kernels.mla import triton as mla
+from k3stack.kernels.moe import triton as moe
+from k3stack.kernels.mxfp4.triton import Mxfp4Weight
+from k3stack.kernels.norm import triton as norm
+from k3stack.kernels.residual import triton as residual
+
+SHARED_LIMIT = 227 * 1024
+"""Shared memory of one program on an H200."""
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
+OPTIONS = ("num_warps", "num_stages")
+
+
+def compile_launch(kernel: Any, *args: Any, **options: Any) -> Any:
+    """Compile ``kernel`` for these arguments as a launch would."""
+    names = list(inspect.signature(kernel.fn).parameters)
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for i, (name, value) in enumerate(zip(names, args, strict=False)):
+        if isinstance(value, Tensor):
+            signature[name] = f"*{TYPES[value.dtype]}"
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        elif value == 1:
+            signature[name] = "constexpr"
+            constants[(i,)] = 1
+        else:
+            signature[name] = "i32" if abs(value) < 1 << 31 else "i64"
+            if value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    given = {k: options.pop(k) for k in OPTIONS if k in options}
+    for name, value in options.items():
+        signature[name] = "constexpr"
+        constants[(names.index(name),)] = value
+    missing = set(names) - set(signature)
+    assert not missing, f"{kernel.fn.__name__}: no value for {missing}"
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=given)
+
+
+@contextmanager
+def compiling(done: Callable[[str, Any], None]) -> Iterator[None]:
+    """Inside, kernels are compiled where they would be started."""
+
+    def instead(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        compiled = compile_launch(kernel, *args, **options)
+        assert compiled.metadata.shared <= SHARED_LIMIT, f"{kernel.fn.__name__}: {compiled.metadata.shared} bytes"
+        done(kernel.fn.__name__, compiled)
+
+    kept, starter.launch = starter.launch, instead
+    try:
+        yield
+    finally:
+        starter.launch = kept
+
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def m(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """A tensor that has a shape only."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ints(*shape: int) -> Tensor:
+    return m(*shape, dtype=torch.int64)
+
+
+def packed(e: int, rows: int, columns: int) -> Mxfp4Weight:
+    return Mxfp4Weight(m(e, rows, columns // 2, dtype=torch.uint8), m(e, rows, columns // 32, dtype=torch.uint8))
+
+
+def glu(kind: str) -> Glu:
+    return Glu("situ" if kind == "situ" else "silu", 4.0, 25.0, lambda t: t)
+
+
+def small() -> None:
+    norm.rms_norm(m(4, 7168), m(7168), 1e-5)
+    norm.gated_rms_norm(m(4, 6, 128, dtype=F32), m(4, 6, 128), m(128, dtype=F32), 1e-5)
+    norm.l2_norm(m(4, 12, 128, dtype=F32), 1e-6)
+    activation.situ_glu(m(4, 768), 4.0, 25.0)
+    activation.silu_glu(m(4, 2048))
+    activation.output_gate(m(6, 4, 128).transpose(0, 1), m(4, 768))
+    residual.mix_norm(m(4, 9, 7168), m(4, 7168), residual.ADD, m(7168, dtype=F32), 1e-5, m(7168), 1e-5, mixed=False)
+    residual.mix_norm(m(4, 9, 7168), m(4, 7168), residual.REPLACE, m(7168, dtype=F32), 1e-5, m(7168), 1e-5, mixed=True)
+    moe.route(m(4, 896, dtype=F32), m(896, dtype=F32), 16, 1.0, True)
+
+
+def kda_step() -> None:
+    p, wide = 6 * 128, {"dtype": F32}
+    vectors = (m(4, 3 * p, **wide), m(6, **wide), m(p, **wide), m(128, **wide))
+    for state, bound in ((F32, -5.0), (BF16, None)):
+        arena = m(9, 3, 3 * p), m(9, 6, 128, 128, dtype=state), ints(4)
+        kda.decode_step(m(4, 3 * p), m(4, p), m(4, p), m(4, 6), *vectors, *arena, bound, 1e-5)
+    kda.convolve(m(64, 3 * p), vectors[0], m(9, 3, 3 * p), ints(64), ints(64), ints(2), ints(2), ints(2))
+
+
+def mla_step() -> None:
+    for rows in (BF16, torch.float8_e4m3fn):
+        cache, lengths = m(50, 64, 576, dtype=rows), m(4, dtype=torch.int32)
+        mla.attend_latent(m(6, 4, 512), m(4, 6, 64), cache, ints(4, 9), lengths, 0.07)
+        mla.write_rows(m(4, 576), m(512), 1e-6, cache, ints(4), ints(4))
+    q = m(32, 2, 512, dtype=F32), m(2, 32, 64, dtype=F32)
+    mla.attend_latent(*q, m(50, 64, 576, dtype=F32), ints(2, 9), m(2, dtype=torch.int32), 0.07)
+
+
+def experts_packed() -> None:
+    for tokens in (4, 4096):
+        ids, weights = ints(tokens, 16), m(tokens, 16, dtype=F32)
+        moe.experts(m(tokens, 3584), ids, weights, packed(56, 6144, 3584), packed(56, 3584, 3072), glu("situ"), 56)
+
+
+def experts_plain() -> None:
+    for tokens in (4, 4096):
+        w13, w2 = m(256, 2048, 2304), m(256, 2304, 1024)
+        moe.experts(m(tokens, 2304), ints(tokens, 8), m(tokens, 8, dtype=F32), w13, w2, glu("silu"))
+
+
+CASES: dict[str, Callable[[], None]] = {
+    case.__name__: case for case in (small, kda_step, mla_step, experts_packed, experts_plain)
+}

@@ -1,0 +1,236 @@
+"""Every Triton kernel against its slow twin: on a GPU, or, in fp32, under Triton's interpreter (TRITON_INTERPRET=1)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from k3stack.kernels.activation import reference as activation_reference
+from k3stack.kernels.activation import triton as activation
+from k3stack.kernels.activation.glu import Glu
+from k3stack.kernels.kda import reference as kda_reference
+from k3stack.kernels.kda import triton as kda
+from k3stack.kernels.mla import reference as mla_reference
+from k3stack.kernels.mla import triton as mla
+from k3stack.kernels.moe import reference as moe_reference
+from k3stack.kernels.moe import triton as moe
+from k3stack.kernels.mxfp4 import cpu as mxfp4
+from k3stack.kernels.mxfp4.triton import Mxfp4Weight, halves
+from k3stack.kernels.norm import reference as norm_reference
+from k3stack.kernels.norm import triton as norm
+from k3stack.kernels.residual import reference as residual_reference
+from k3stack.kernels.residual import triton as residual
+from tests.cpu.harness import relative
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.012}
+"""Relative L2 distance."""
+pytestmark = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * scale).to(DEVICE, dtype)
+
+
+def same(mine: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
+    assert mine.dtype == theirs.dtype
+    assert float(relative(mine, theirs)) < TOLERANCE[dtype]
+
+
+def test_norms(dtype: torch.dtype) -> None:
+    x, w = draw(5, 112, dtype=dtype)[:, :96], draw(96, dtype=dtype, seed=1)
+    same(norm.rms_norm(x, w, 1e-5), norm_reference.rms_norm(x, w, 1e-5), dtype)
+    a, gate, v = draw(5, 3, 32), draw(5, 112, dtype=dtype, seed=2)[:, 16:], draw(32, seed=3)
+    gate = gate.reshape(5, 3, 32)
+    same(norm.gated_rms_norm(a, gate, v, 1e-5), norm_reference.gated_rms_norm(a, gate, v, 1e-5), dtype)
+    same(norm.l2_norm(a, 1e-6), norm_reference.l2_norm(a, 1e-6), torch.float32)
+
+
+def test_activations(dtype: torch.dtype) -> None:
+    x = draw(4, 2 * 1100, dtype=dtype, scale=8.0)
+    same(activation.situ_glu(x, 4.0, 25.0), activation_reference.situ_glu(x, 4.0, 25.0), dtype)
+    same(activation.silu_glu(x), activation_reference.silu_glu(x), dtype)
+    o, gate = draw(2, 4, 16, dtype=dtype).transpose(0, 1), draw(4, 40, dtype=dtype, seed=1)[:, 8:]
+    same(activation.output_gate(o, gate), activation_reference.output_gate(o, gate), dtype)
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+@pytest.mark.parametrize("change", [residual.NOTHING, residual.ADD, residual.REPLACE])
+def test_residual_mix(dtype: torch.dtype, count: int, change: int) -> None:
+    bank, y = draw(4, 6, 96, dtype=dtype), draw(4, 96, dtype=dtype, seed=1)
+    score, weight = draw(96, seed=2, scale=0.3), draw(96, dtype=dtype, seed=3)
+    expected = bank.clone()
+    if change == residual.ADD:
+        expected[:, count - 1] += y
+    elif change == residual.REPLACE:
+        expected[:, count - 1] = y
+    mixed, normed = residual.mix_norm(bank[:, :count], y, change, score, 1e-5, weight, 1e-5, mixed=True)
+    assert torch.equal(bank, expected)
+    theirs = residual_reference.mix(expected[:, :count], score, 1e-5)
+    assert mixed is not None
+    assert normed is not None
+    same(mixed, theirs, dtype)
+    same(normed, norm_reference.rms_norm(theirs, weight, 1e-5), dtype)
+
+
+def kda_inputs(rows: int, heads: int, k: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    p = heads * k
+    return {
+        "raw": draw(rows, 3 * p + 8, dtype=dtype)[:, : 3 * p],
+        "f": draw(rows, p, dtype=dtype, seed=1),
+        "gate": draw(rows, p + 8, dtype=dtype, seed=2)[:, 8:],
+        "b": draw(rows, heads, dtype=dtype, seed=3),
+        "conv": draw(4, 3 * p, seed=4, scale=0.5),
+        "exp_a": draw(heads, seed=5).exp(),
+        "dt_bias": draw(p, seed=6),
+        "norm": draw(k, seed=7),
+    }
+
+
+def kda_twin(x: dict[str, Tensor], r: int, window: Tensor, state: Tensor, bound: float | None) -> list[Tensor]:
+    """Output, state and window after one token of row ``r``."""
+    heads, k = state.shape[:2]
+    qkv, window = kda_reference.short_conv(x["raw"][r : r + 1], x["conv"], window)
+    q, key, v = qkv.view(1, 3, heads, k).unbind(1)
+    z = (x["f"][r].float() + x["dt_bias"]).view(1, heads, k)
+    g = kda_reference.log_decay(z, x["exp_a"], bound)
+    beta = torch.sigmoid(x["b"][r : r + 1].float())
+    q, key = norm_reference.l2_norm(q, 1e-6), norm_reference.l2_norm(key, 1e-6)
+    o, state = kda_reference.recurrent(q, key, v, g, beta, state)
+    y = norm_reference.gated_rms_norm(o[0], x["gate"][r].reshape(heads, k), x["norm"], 1e-5)
+    return [y.reshape(-1), state, window]
+
+
+@pytest.mark.parametrize("bound", [-5.0, None])
+@pytest.mark.parametrize(("heads", "k"), [(3, 32), (2, 128)])
+def test_kda_decode(dtype: torch.dtype, bound: float | None, heads: int, k: int) -> None:
+    x, blocks = kda_inputs(4, heads, k, dtype), [5, 2, -1, 0]
+    windows, states = draw(6, 3, 3 * heads * k, dtype=dtype, seed=8), draw(6, heads, k, k, seed=9)
+    before = windows.clone(), states.clone()
+    index = torch.tensor(blocks, device=DEVICE)
+    out = kda.decode_step(*x.values(), windows, states, index, bound, 1e-5)
+    for r, block in enumerate(blocks):
+        if block < 0:
+            assert not out[r].any()
+            continue
+        y, state, window = kda_twin(x, r, before[0][block], before[1][block], bound)
+        same(out[r], y, dtype)
+        same(states[block], state, torch.float32)
+        assert torch.equal(windows[block].float(), window)
+    for block in (1, 3, 4):
+        assert torch.equal(windows[block], before[0][block])
+        assert torch.equal(states[block], before[1][block])
+
+
+def test_convolution_of_chunks_and_single_tokens(dtype: torch.dtype) -> None:
+    counts, blocks = [5, 1, 2, 40], [3, 0, 4, 1]
+    raw, conv = draw(48, 136, dtype=dtype)[:, :130], draw(4, 130, seed=1)
+    windows = draw(5, 3, 130, dtype=dtype, seed=2)
+    before = windows.clone()
+    cu = torch.tensor([0, 5, 6, 8, 48], device=DEVICE)
+    row = torch.repeat_interleave(torch.arange(4), torch.tensor(counts)).to(DEVICE)
+    index = torch.tensor(blocks, device=DEVICE)
+    out = kda.convolve(raw, conv, windows, cu[row], index[row], cu[:-1], cu[1:] - 1, index)
+    for r, block in enumerate(blocks):
+        part = slice(int(cu[r]), int(cu[r + 1]))
+        y, window = kda_reference.short_conv(raw[part], conv, before[block])
+        same(out[part], y, torch.float32)
+        assert torch.equal(windows[block].float(), window)
+    assert torch.equal(windows[2], before[2])
+
+
+@pytest.mark.parametrize("heads", [2, 20])
+def test_mla_decode(dtype: torch.dtype, heads: int) -> None:
+    lengths = [1, 64, 65, 300, 0]
+    q, kv_b = draw(5, heads, 48, dtype=dtype), draw(heads, 64, 32, dtype=dtype, seed=1, scale=0.2)
+    rows = torch.full((20, 64, 48), float("nan"), device=DEVICE, dtype=dtype)
+    table = torch.full((5, 6), 1 << 40, device=DEVICE)
+    pages, contents = iter([7, 3, 11, 0, 9, 1, 5, 2, 4, 19, 12]), []
+    for r, length in enumerate(lengths):
+        contents.append(draw(length, 48, dtype=dtype, seed=20 + r))
+        for i in range(-(-length // 64)):
+            table[r, i] = next(pages)
+            part = contents[r][i * 64 : (i + 1) * 64]
+            rows[table[r, i], : part.shape[0]] = part
+    out = mla.decode(q, rows, table, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), kv_b)
+    for r, length in enumerate(lengths[:-1]):
+        theirs = mla_reference.attend(q[r : r + 1].cpu(), contents[r].cpu(), kv_b.cpu(), length - 1)
+        same(out[r : r + 1].cpu(), theirs, dtype)
+    assert not out[4].any()
+
+
+def test_cache_rows_are_written(dtype: torch.dtype) -> None:
+    kv, weight = draw(4, 56, dtype=dtype)[:, :48], draw(32, dtype=dtype, seed=1)
+    rows = torch.zeros(6, 64, 48, device=DEVICE, dtype=dtype)
+    pages, places = torch.tensor([3, 3, -1, 5], device=DEVICE), torch.tensor([0, 63, 9, 2], device=DEVICE)
+    mla.write_rows(kv, weight, 1e-6, rows, pages, places)
+    expected = torch.cat([norm_reference.rms_norm(kv[:, :32], weight, 1e-6), kv[:, 32:]], 1)
+    for t in (0, 1, 3):
+        same(rows[pages[t], places[t]], expected[t], dtype)
+        rows[pages[t], places[t]] = 0
+    assert not rows.any()
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 16, 4), (7, 896, 16)])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_router(dtype: torch.dtype, tokens: int, experts: int, top_k: int, renormalize: bool) -> None:
+    logits, bias = draw(tokens, experts), draw(experts, seed=1, scale=0.3)
+    ids, weights = moe.route(logits, bias, top_k, 2.446, renormalize)
+    ids_r, weights_r = moe_reference.route(logits, bias, top_k, 2.446, renormalize)
+    order, order_r = ids.argsort(-1), ids_r.argsort(-1)
+    assert torch.equal(ids.gather(1, order), ids_r.gather(1, order_r))
+    same(weights.gather(1, order), weights_r.gather(1, order_r), torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["situ", "silu"])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("tokens", "first"), [(1, 0), (5, 4), (70, 4)])
+def test_experts(dtype: torch.dtype, kind: str, packed: bool, tokens: int, first: int) -> None:
+    """Experts ``first`` on are here; those of a token that are elsewhere add nothing."""
+    experts, here, width, inner, top_k = 12, 8, 96, 64, 3
+    x = draw(tokens, width, dtype=dtype)
+    plain13 = draw(here, 2 * inner, width, seed=1, scale=0.4)
+    plain2 = draw(here, width, inner, seed=2, scale=0.4)
+    w13: Tensor | Mxfp4Weight = plain13.to(dtype)
+    w2: Tensor | Mxfp4Weight = plain2.to(dtype)
+    full = torch.zeros(experts, 2 * inner, width, dtype=dtype), torch.zeros(experts, width, inner, dtype=dtype)
+    if packed:
+        w13, w2 = encode(plain13), encode(plain2)
+    for e in range(here):
+        full[0][first + e] = w13.plain(e, dtype) if isinstance(w13, Mxfp4Weight) else w13[e]
+        full[1][first + e] = w2.plain(e, dtype) if isinstance(w2, Mxfp4Weight) else w2[e]
+    ids = draw(tokens, experts, seed=3).topk(top_k, dim=-1).indices
+    weights = torch.softmax(draw(tokens, top_k, seed=4), -1)
+    situ = kind == "situ"
+    act = Glu("situ" if situ else "silu", 4.0, 25.0, lambda t: slow_glu(t, situ))
+    mine = moe.experts(x, ids, weights, w13, w2, act, first)
+    theirs = moe_reference.experts(x.cpu(), ids.cpu(), weights.cpu(), *full, lambda t: slow_glu(t, situ))
+    same(mine.cpu(), theirs, dtype)
+
+
+def slow_glu(gate_up: Tensor, situ: bool) -> Tensor:
+    if situ:
+        return activation_reference.situ_glu(gate_up, 4.0, 25.0)
+    return activation_reference.silu_glu(gate_up)
+
+
+def encode(weights: Tensor) -> Mxfp4Weight:
+    parts = [mxfp4.encode(w.cpu()) for w in weights]
+    return Mxfp4Weight(*(torch.stack([p[i] for p in parts]).to(DEVICE) for i in range(2)))
+
+
+def test_mxfp4_weights_decode_exactly(dtype: torch.dtype) -> None:
+    weight = encode(draw(2, 8, 64))
+    for e in range(2):
+        out = torch.empty(8, 64, dtype=dtype)
+        mxfp4.decode_into(weight.packed[e].cpu(), weight.scale[e].cpu(), out)
+        assert torch.equal(weight.plain(e, dtype).cpu(), out)
+    assert torch.equal(halves(torch.arange(8.0).view(1, 8)), torch.tensor([[0.0, 2, 4, 6, 1, 3, 5, 7]]))
