@@ -122,6 +122,19 @@ def test_the_policy_does_not_matter(options: dict[str, float]) -> None:
     assert [r.token_ids for r in results] == K3.tokens * 2
 
 
+def test_a_bound_on_the_gap_that_this_machine_cannot_keep_is_said_at_start(caplog: pytest.LogCaptureFixture) -> None:
+    """Measured, not assumed: prompts of 64 tokens beside a stream. What was computed for it leaves nothing behind."""
+    with K3.llm(policy="slo", max_gap_ms=0.01) as llm:
+        stats = llm.stats()
+        assert stats["pages_cached"] == stats["blocks_snapshot"] == stats["blocks_running"] == 0
+        assert [r.token_ids for r in llm.generate(K3.prompts, GREEDY)] == K3.tokens
+    said = [r.getMessage() for r in caplog.records if "cannot be kept" in r.getMessage()]
+    assert len(said) == 1 and "the smallest chunk (64 tokens) takes" in said[0]
+    caplog.clear()
+    with K3.llm(policy="slo", max_gap_ms=600_000.0):
+        assert not any("cannot be kept" in r.getMessage() for r in caplog.records)
+
+
 def test_options_that_do_not_exist_or_do_not_fit() -> None:
     with pytest.raises(UserError, match=r"chunked_prefil_size.*did you mean chunked_prefill_size"):
         LLM(K3.path, chunked_prefil_size=3)

@@ -53,11 +53,13 @@ def run(argv: list[str]) -> int:
 
 
 def _one(name: str, args: argparse.Namespace) -> tuple[SimResult, list[Any]]:
-    from k3stack.simulator.run import simulate
+    from k3stack.simulator.run import simulate, start_notes
     from k3stack.simulator.scenario import load_scenario
     from k3stack.workload.choose import build_workload
 
     scenario, settings, spec = load_scenario(name), _settings(args), read_spec(args)
+    for note in start_notes(scenario, settings):
+        say(f"{name}: {note}")
     if args.sustained:
         from k3stack.simulator.sustain import simulate_sustained
 

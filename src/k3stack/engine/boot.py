@@ -23,6 +23,7 @@ from k3stack.engine.budget import (
     predicted_weight_bytes,
 )
 from k3stack.engine.core import EngineCore, EngineSetup
+from k3stack.engine.gap_check import check_gap
 from k3stack.engine.process import Core
 from k3stack.engine.scripted import Script, ScriptedCore
 from k3stack.engine.step_log import StepLog
@@ -32,6 +33,7 @@ from k3stack.estimate.saved_plan import SavedPlan, figures, save_plan
 from k3stack.memory import Memory
 from k3stack.scheduler import LearnedCost, PrefillFirst, SchedulerOptions, Slo, SloOptions, Target
 from k3stack.scheduler.options import SglangEstimate
+from k3stack.scheduler.policies.slo import LEAST_CHUNK
 from k3stack.scheduler.policy import Policy
 
 if TYPE_CHECKING:
@@ -113,6 +115,8 @@ def boot(
         _save(options.pool_plan_file, saved)
     scheduling = _scheduler_options(options, plan, context)
     core = EngineCore(memory, policy, scheduling, executor, setup, _step_log(options, scheduling))
+    if isinstance(policy, Slo) and (note := check_gap(core, policy, min(LEAST_CHUNK, context - 64))) is not None:
+        log.warning("%s", note)
     return Engine(core, model, plan, precision)
 
 

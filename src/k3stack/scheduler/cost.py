@@ -60,6 +60,8 @@ PRIOR = (2e-3, 2e-5, 1e-9, 2e-3, 2e-4, 1e-8)
 of a token behind one: where learning begins, of no hardware in particular."""
 FORGET = 0.995
 """Weight of a step relative to the one after it."""
+LEAST = 1e-3
+"""Of what ``PRIOR`` says: no prediction is below."""
 
 
 class LearnedCost:
@@ -73,29 +75,36 @@ class LearnedCost:
         self.factors: npt.NDArray[np.float64] = np.ones(len(PRIOR))
         self._prior = np.array(PRIOR)
         self._spread = np.eye(len(PRIOR)) * 100.0
+        self._rates = PRIOR
+        """``PRIOR`` times factors: plain numbers, since a policy asks many times a turn."""
 
-    def _terms(self, load: StepLoad) -> npt.NDArray[np.float64]:
-        counts = (
+    @staticmethod
+    def _counts(load: StepLoad) -> tuple[float, ...]:
+        return (
             float(load.chunk_tokens > 0),
-            load.chunk_tokens,
+            float(load.chunk_tokens),
             load.chunk_pairs,
             float(load.decode_rows > 0),
-            load.decode_rows,
-            load.decode_context,
+            float(load.decode_rows),
+            float(load.decode_context),
         )
-        return self._prior * counts
 
     def seconds(self, load: StepLoad) -> float:
-        terms = self._terms(load)
-        return max(float(terms @ np.maximum(self.factors, 0.0)), 1e-3 * float(terms.sum()))
+        a, b, c, d, e, f = self._counts(load)
+        ra, rb, rc, rd, re, rf = self._rates
+        pa, pb, pc, pd, pe, pf = PRIOR
+        least = pa * a + pb * b + pc * c + pd * d + pe * e + pf * f
+        return max(ra * a + rb * b + rc * c + rd * d + re * e + rf * f, LEAST * least)
 
     def learn(self, load: StepLoad, seconds: float) -> None:
         if seconds <= 0:
             return
-        x = self._terms(load) / seconds  # relative errors: a short step teaches as much as a long one
+        x = self._prior * self._counts(load) / seconds  # relative errors: a short step teaches as much as a long one
         spread = self._spread @ x
         gain = spread / (FORGET + float(x @ spread))
         self.factors = self.factors + gain * (1.0 - float(x @ self.factors))
         grown = (self._spread - np.outer(gain, spread)) / FORGET
         # Directions that no step excites would grow without bound.
         self._spread = grown if float(np.trace(grown)) < 1e6 else self._spread - np.outer(gain, spread)
+        rates = np.maximum(self.factors, 0.0) * self._prior
+        self._rates = tuple(rates.tolist())

@@ -152,6 +152,16 @@ class Builder:
             return Slo(CorrectedCost(price.model), options)
         raise UserError(f"policy {settings.policy!r} is not known; known: prefill-first, slo", param="policy")
 
+    def notes(self) -> list[str]:
+        """What to say before a run: of a bound on the gap that a server's smallest chunk outlasts."""
+        found: dict[str, None] = {}
+        for spec in self.scenario.servers:
+            policy = self._policy(self.price(spec)) if spec.role == "unified" else None
+            note = policy.gap_note() if isinstance(policy, Slo) else None
+            if note is not None:
+                found[note] = None
+        return list(found)
+
     def layout(self, spec: ServerSpec) -> ParallelLayout:
         parallel = spec.layout
         return ParallelLayout(

@@ -70,6 +70,11 @@ def simulate(scenario: Scenario, workload: Workload, settings: SimSettings, *, t
     return SimResult(traffic.records, summary, workload.window_s)
 
 
+def start_notes(scenario: Scenario, settings: SimSettings) -> list[str]:
+    """What a user should know before the run: settings that this deployment cannot keep."""
+    return Builder(scenario, settings, EventQueue(VirtualClock())).notes()
+
+
 def _busy(servers: list[Any], elapsed: float) -> float:
     return float(sum(s.executor.busy_s for s in servers) / max(len(servers) * elapsed, 1e-9))
 

@@ -84,6 +84,25 @@ def distribution_figure(records: Sequence[Record], target: Target) -> Any:
 def sustained_figure(curves: Mapping[str, Sequence[Point]], target: Target) -> Any:
     """Share within the target against the rate, one curve a configuration, with the spread of repeated runs."""
     figure, ax = _axes()
+    _share_curves(ax, curves, target)
+    ax.set(ylabel="% within target", title="Share within the target")
+    ax.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def share_panels(panels: Mapping[str, Mapping[str, Sequence[Point]]], target: Target) -> Any:
+    """The same side by side, one panel a title, with one legend: the same configurations in all."""
+    figure, axes = _axes(3.4 * len(panels) + 0.4, 3.3, len(panels))
+    for ax, (title, curves) in zip(axes if len(panels) > 1 else [axes], panels.items(), strict=True):
+        _share_curves(ax, curves, target)
+        ax.set_title(title, fontsize=10)
+    first = axes[0] if len(panels) > 1 else axes
+    first.set_ylabel("% within target")
+    first.legend(fontsize=8, frameon=False, loc="lower left")
+    return figure
+
+
+def _share_curves(ax: Any, curves: Mapping[str, Sequence[Point]], target: Target) -> None:
     for i, (name, points) in enumerate(curves.items()):
         colour = (LINE, GOOD, MISS, "#7a5195", "#ef9b20", "#4d4d4d")[i % 6]
         rates = [p.rate for p in points]
@@ -91,9 +110,7 @@ def sustained_figure(curves: Mapping[str, Sequence[Point]], target: Target) -> A
         for p in points:
             ax.plot([p.rate, p.rate], [100 * min(p.shares), 100 * max(p.shares)], color=colour, alpha=0.35, linewidth=3)
     ax.axhline(100 * target.share, color=MUTED, linewidth=1, linestyle="--")
-    ax.set(xlabel="requests a second", ylabel="% within target", title="Share within the target", ylim=(0, 102))
-    ax.legend(fontsize=8, frameon=False)
-    return figure
+    ax.set(xlabel="requests a second", ylim=(0, 102))
 
 
 def streams_figure(records: Sequence[Record], window_s: tuple[float, float]) -> Any:

@@ -183,6 +183,20 @@ def test_the_bound_on_the_gap_holds(mixed: bool) -> None:
     assert max(run.first(p.rid) - (p.arrival or 0) for p in prompts) < 2.0
 
 
+@pytest.mark.parametrize(("mixed", "least"), [(True, 23.5), (False, 31.8)])
+def test_a_bound_that_the_smallest_chunk_outlasts_is_said(mixed: bool, least: float) -> None:
+    """64 tokens take 23.2 ms and 0.3 ms for the stream beside them, or a decode step of 8.3 ms after them."""
+    note = slo(max_gap_s=least / 1000, mixed=mixed).gap_note()
+    assert note is not None
+    assert f"the bound of {least:.0f} ms" in note and f"takes {least:.0f} ms beside one stream" in note
+    assert f"one of {least / 0.95:.0f} ms or more" in note
+    assert slo(max_gap_s=(least + 0.2) / 950, mixed=mixed).gap_note() is None
+    assert slo(mixed=mixed).gap_note() is None
+    # Not kept, but served: the prompt is computed as a whole.
+    run = Run(slo(max_gap_s=0.015), [request("s", 0.0, 100, 200), request("p", 1.0, 8_000, 1)])
+    assert any(load.chunk_tokens == 8_000 for load, _, _ in run.loads)
+
+
 def test_higher_priorities_start_first() -> None:
     streams = [request(f"s{i}", 0.0, 100, 600) for i in range(4)]
     low = [request(f"low{i}", 1.0, 10_000, 2) for i in range(3)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from k3stack.scheduler.clock import VirtualClock
 from k3stack.simulator.build import Builder, SimSettings
 from k3stack.simulator.events import EventQueue
 from k3stack.simulator.pricing import Drafter, StepPrice, accept_shares
-from k3stack.simulator.run import SimResult, simulate
+from k3stack.simulator.run import SimResult, simulate, start_notes
 from k3stack.simulator.scenario import Scenario, load_scenario, scenario_names
 from k3stack.workload import synthetic
 from k3stack.workload.choose import WorkloadSpec, build_workload
@@ -140,6 +141,15 @@ def test_interference_takes_the_prompts_share_of_the_time() -> None:
     )
     assert result.summary["stream_output_lost"] == pytest.approx(prompt, abs=0.05)  # one prompt a second
     assert result.summary["longest_gap_s"] >= prompt
+
+
+def test_a_bound_that_the_smallest_chunk_outlasts_is_said_before_the_run() -> None:
+    """Two nodes of H200: a chunk reads nearly all experts, whatever its length."""
+    slow, settings = load_scenario("h200x16"), SimSettings(policy="slo", mixed=True, max_gap_s=0.05)
+    (note,) = start_notes(slow, settings)
+    assert "the bound of 50 ms" in note and "cannot be kept" in note
+    assert start_notes(slow, replace(settings, max_gap_s=0.15)) == []
+    assert start_notes(slow, replace(settings, max_gap_s=None)) == []
 
 
 def test_router_spreads_and_keeps_sessions() -> None:

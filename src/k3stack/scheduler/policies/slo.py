@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -19,9 +18,9 @@ from k3stack.estimate.work import StepLoad
 from k3stack.scheduler.cost import CorrectedCost, LearningCost, StepCost
 from k3stack.scheduler.policies.deadlines import Prompt, in_order
 from k3stack.scheduler.policies.slo_options import SloOptions
-from k3stack.scheduler.policies.streams import Streams, mean_answer
+from k3stack.scheduler.policies.streams import Answers, Streams
 from k3stack.scheduler.policy import Decision, View
-from k3stack.scheduler.request import Entry
+from k3stack.scheduler.request import Entry, Phase
 
 __all__ = ["Slo", "SloOptions"]
 
@@ -29,13 +28,16 @@ DECODE = Decision()
 INF = float("inf")
 CONSIDERED = 32
 """Waiting requests not known to be late that are put in order each time: more could hardly all be on time."""
+CONSIDERED_A_ROW = 4
+"""The same for each free row and the next one: with few rows to give, a choice among more is not worth its time."""
 GUARDED = 64
 """Waiting requests, in the order of their turn, that the guard looks at."""
 GUARD_EARLY = 0.7
 """The guard acts at this share of its time: a step in flight has to end first, and its share of the time may be taken.
 """
-PREDICT_S = 2.0
-"""Age at which the prediction for a waiting prompt is made anew, with what steps have taught since."""
+PREDICT_S = 1.0
+"""Age at which the prediction for a waiting prompt is made anew: with what steps have taught since, and memory asked
+again how much of it is cached."""
 LESSONS = 4
 """Decode steps after the last prompt was planned that the cost of steps is still learned from."""
 LEAST_CHUNK = 64
@@ -65,6 +67,7 @@ class Slo:
         self._late: set[str] = set()
         """Waiting requests that cannot be on time any more, since ``_late_since``."""
         self._late_since = float("-inf")
+        self._ended: Answers | None = None
         self._seconds_of: dict[str, tuple[int, float, float]] = {}
         """Of waiting requests: tokens left, when predicted, and seconds they take by themselves."""
 
@@ -127,13 +130,21 @@ class Slo:
         slack, pace = schedules.due - start, schedules.pace
         outputs, left = schedules.outputs.astype(np.float64), schedules.left.astype(np.float64)
         live = slack < INF
+        if not live.all():
+            slack, pace, outputs, left = slack[live], pace[live], outputs[live], left[live]
         starting = [(e, _first_slack(e, start)) for e in view.starting]
         first = [(s, e.pace, 1.0, e.limit - 1.0) for e, s in starting if s < INF]
-        columns = [c[live] for c in (slack, pace, outputs, left)]
         if first:
-            columns = [np.concatenate((c, f)) for c, f in zip(columns, np.array(first).T, strict=True)]
-        slack, pace, outputs, left = columns
-        return Streams(start, load, step, slack, pace, outputs, left, view.answers(), self.options)
+            columns = zip((slack, pace, outputs, left), np.array(first).T, strict=True)
+            slack, pace, outputs, left = [np.concatenate(pair) for pair in columns]
+        return Streams(start, load, step, slack, pace, outputs, left, self._answers(view), self.options)
+
+    def _answers(self, view: View) -> Answers:
+        """What is known of the lengths of answers; made anew only when another has ended."""
+        ended = view.answers()
+        if self._ended is None or ended is not self._ended.lengths:
+            self._ended = Answers(ended)
+        return self._ended
 
     def _worth(self, prompt: Prompt, streams: Streams, chunk: int) -> bool:
         """Waiting for room would make ``prompt`` late, and few streams are to be feared for if it is begun now."""
@@ -151,7 +162,7 @@ class Slo:
             self._late, self._late_since = set(), now
         entries = list(view.prefilling)
         levels = set()
-        most = len(entries) + CONSIDERED
+        most = len(entries) + min(CONSIDERED, CONSIDERED_A_ROW * (view.free_rows + 1))
         for entry in view.waiting:
             if entry.rid in self._late:
                 if entry.request.priority in levels:
@@ -167,21 +178,22 @@ class Slo:
         return order, on_time
 
     def _prompt(self, view: View, entry: Entry, step: float) -> Prompt:
-        left = view.uncached(entry)
         known = self._seconds_of.get(entry.rid)
-        if known is None or known[0] != left or view.now - known[1] > PREDICT_S:
-            if len(self._seconds_of) > 4 * len(view.waiting) + 100:
-                self._seconds_of.clear()
-            known = left, view.now, self._prompt_seconds(len(entry.ids) - left, left, view.chunk_tokens)
-            self._seconds_of[entry.rid] = known
+        if known is None or view.now - known[1] > PREDICT_S or entry.phase is not Phase.WAITING:
+            left = view.uncached(entry)
+            if known is None or known[0] != left or view.now - known[1] > PREDICT_S:
+                if len(self._seconds_of) > 4 * len(view.waiting) + 100:
+                    self._seconds_of.clear()
+                known = left, view.now, self._prompt_seconds(len(entry.ids) - left, left, view.chunk_tokens)
+                self._seconds_of[entry.rid] = known
         due = entry.first_due - self.options.outside_s
         if entry.request.whole:
             # Its last token counts: while it decodes faster than its pace it makes up for a late start.
-            answer = entry.limit if self.options.told_lengths else min(mean_answer(view.answers()), entry.limit)
+            answer = entry.limit if self.options.told_lengths else min(self._answers(view).mean, entry.limit)
             due += answer * max(0.0, entry.pace - step)
         elif entry.first_at is not None and entry.due0 < INF:
             due = entry.due0 + entry.pace * len(entry.ids)  # it was preempted, and its next token is due
-        return Prompt(due, entry.order, known[2], left, entry)
+        return Prompt(due, entry.order, known[2], known[0], entry)
 
     def _prompt_seconds(self, prefix: int, left: int, chunk: int) -> float:
         """Steps of a prompt by itself: ``left`` tokens after ``prefix``."""
@@ -244,11 +256,29 @@ class Slo:
         if bound is None:
             return INF
         bound *= GAP_MARGIN
-        if not self.options.mixed:
-            bound -= self.cost.seconds(streams)
-        if self._seconds(streams, LEAST_CHUNK) > bound:
+        if self.least_gap(streams) > bound:
             return INF
-        return bound if self.options.mixed else bound - self._standing
+        return bound if self.options.mixed else bound - self.cost.seconds(streams) - self._standing
+
+    def least_gap(self, streams: StepLoad) -> float:
+        """Seconds between two tokens of ``streams`` when the smallest chunk is computed in between."""
+        seconds = self._seconds(streams, LEAST_CHUNK)
+        return seconds if self.options.mixed else seconds + self.cost.seconds(streams)
+
+    def gap_note(self, beside: int = 1) -> str | None:
+        """What to say at start of a bound on the gap that even the smallest chunk outlasts, by the step times known."""
+        bound = self.options.max_gap_s
+        if bound is None:
+            return None
+        least = self.least_gap(StepLoad(decode_rows=beside, decode_context=beside * LEAST_CHUNK, samples=beside))
+        if least <= bound * GAP_MARGIN:
+            return None
+        streams = "one stream" if beside == 1 else f"{beside} streams"
+        return (
+            f"the bound of {1000 * bound:.0f} ms on the gap between two tokens cannot be kept while prompts are "
+            f"computed: the smallest chunk ({LEAST_CHUNK} tokens) takes {1000 * least:.0f} ms beside {streams}. "
+            f"Prompts go on as if there were no bound; one of {1000 * least / GAP_MARGIN:.0f} ms or more could be kept"
+        )
 
     def _cut(self, load: StepLoad, prefix: int, most: int, seconds: float) -> int:
         """The largest chunk of at least ``LEAST_CHUNK`` and at most ``most`` tokens whose step keeps ``seconds``."""
@@ -271,8 +301,10 @@ def _first_slack(entry: Entry, start: float) -> float:
 
 def with_chunk(load: StepLoad, prefix: int, tokens: int) -> StepLoad:
     """``load`` and one more chunk of ``tokens`` after ``prefix``, which samples."""
-    return replace(
-        load,
+    return StepLoad(
+        decode_rows=load.decode_rows,
+        decode_context=load.decode_context,
+        verify=load.verify,
         chunk_rows=load.chunk_rows + 1,
         chunk_tokens=load.chunk_tokens + tokens,
         chunk_prefix=load.chunk_prefix + prefix,

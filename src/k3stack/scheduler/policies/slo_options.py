@@ -13,7 +13,7 @@ class SloOptions:
 
     guard_s: float = 20.0
     """No request waits longer than this for its start, as far as ``guard_share`` allows."""
-    guard_share: float = 0.3
+    guard_share: float = 0.1
     """Most of the time that prompts started by the guard may take while others could still be on time."""
     risk: float = 0.6
     """A prompt that waiting would make late is begun although streams have no room for it, if fewer streams than this

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import numpy.typing as npt
 
@@ -21,26 +23,29 @@ MOST_DECODE = 0.8
 Floats = npt.NDArray[np.float64]
 
 
-def mean_answer(answers: npt.NDArray[np.int64]) -> float:
-    """Tokens to expect of an answer, from those that have ended."""
-    return (float(answers.sum()) + PRIOR * DEFAULT_ANSWER) / (len(answers) + PRIOR)
+class Answers:
+    """Lengths of the answers that have ended by themselves lately, ascending, and what they say of others."""
 
+    def __init__(self, lengths: npt.NDArray[np.int64]) -> None:
+        self.lengths = lengths
+        self.mean = (float(lengths.sum()) + PRIOR * DEFAULT_ANSWER) / (len(lengths) + PRIOR)
+        """Tokens to expect of an answer."""
 
-def ends_within(answers: npt.NDArray[np.int64], outputs: Floats, more: Floats) -> Floats:
-    """Probability that a stream with so many ``outputs`` ends within so many ``more``: the share of ``answers``
-    (ascending) that did, among those that got as far; few of them are filled up with an even hazard."""
-    reached = np.searchsorted(answers, outputs, "right")
-    ended = np.searchsorted(answers, outputs + more, "right") - reached
-    even = 1.0 - np.exp(-more / mean_answer(answers))
-    result: Floats = (ended + PRIOR * even) / (len(answers) - reached + PRIOR)
-    return result
+    def ends_within(self, outputs: Floats, more: Floats) -> Floats:
+        """Probability that a stream with so many ``outputs`` ends within so many ``more``: the share of the answers
+        that did, among those that got as far; few of them are filled up with an even hazard."""
+        reached = np.searchsorted(self.lengths, outputs, "right")
+        ended = np.searchsorted(self.lengths, outputs + more, "right") - reached
+        even = 1.0 - np.exp(-more / self.mean)
+        result: Floats = (ended + PRIOR * even) / (len(self.lengths) - reached + PRIOR)
+        return result
 
 
 class Streams:
     """Those with a schedule, as they will be at ``start``, one an array element.
 
     ``slack``: seconds that the next token may come after ``start``; ``pace``: seconds a token; ``outputs``: tokens so
-    far; ``left``: tokens until its limit; ``answers``: lengths of answers that have ended.
+    far; ``left``: tokens until its limit.
     """
 
     def __init__(
@@ -52,26 +57,24 @@ class Streams:
         pace: Floats,
         outputs: Floats,
         left: Floats,
-        answers: npt.NDArray[np.int64],
+        answers: Answers,
         options: SloOptions,
     ) -> None:
         self.start = start
         self.load = load
         self.step = step
         """Seconds of one decode step of all streams."""
-        gain = pace - step
         told = options.told_lengths
         if told:
             # What counts is the last token: until then each step wins some slack.
-            slack = slack + np.maximum(left - 1, 0.0) * np.maximum(gain, 0.0)
+            slack = slack + np.maximum(left - 1, 0.0) * np.maximum(pace - step, 0.0)
         # A stream that lags by more than it can be expected to make up again is given up.
-        expected = 0.0 if told else mean_answer(answers)
-        saved = slack > -expected * np.maximum(gain, 0.0)
-        self.slack = slack[saved]
-        pace = pace[saved]
-        self.gain = np.maximum(gain[saved], LEAST_GAIN * pace)
-        """Slack that each wins by a decode step."""
-        self._outputs = outputs[saved]
+        expected = 0.0 if told else answers.mean
+        if len(slack) and slack.min() <= 0.0:
+            saved = slack > -expected * np.maximum(pace - step, 0.0)
+            slack, pace, outputs = slack[saved], pace[saved], outputs[saved]
+        self.slack, self._pace = slack, pace
+        self._outputs = outputs
         self._answers = answers
         self._told = told
         self.room = INF
@@ -81,6 +84,12 @@ class Streams:
         if len(self.slack):
             self.room = float(self.slack.min()) - (0.0 if options.mixed else step)
             self.stretch = 1.0 / (1.0 - min(step / float(pace.min()), MOST_DECODE))
+
+    @cached_property
+    def gain(self) -> Floats:
+        """Slack that each wins by a decode step."""
+        gain: Floats = np.maximum(self._pace - self.step, LEAST_GAIN * self._pace)
+        return gain
 
     def wait(self, seconds: float) -> float:
         """How long to decode until a step of so many seconds has room."""
@@ -93,4 +102,4 @@ class Streams:
         behind = np.maximum(seconds - self.slack, 0.0) / self.gain
         if self._told:
             return float((behind > 0).sum())
-        return float(ends_within(self._answers, self._outputs, behind)[behind > 0].sum())
+        return float(self._answers.ends_within(self._outputs, behind)[behind > 0].sum())
