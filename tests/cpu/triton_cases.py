@@ -23,7 +23,7 @@ from k3stack.kernels.activation.glu import Glu
 from k3stack.kernels.kda import triton as kda
 from k3stack.kernels.mla import triton as mla
 from k3stack.kernels.moe import triton as moe
-from k3stack.kernels.mxfp4.triton import Mxfp4Weight
+from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 from k3stack.kernels.norm import triton as norm
 from k3stack.kernels.residual import triton as residual
 

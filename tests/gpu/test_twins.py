@@ -20,7 +20,8 @@ from k3stack.kernels.mla import triton as mla
 from k3stack.kernels.moe import reference as moe_reference
 from k3stack.kernels.moe import triton as moe
 from k3stack.kernels.mxfp4 import cpu as mxfp4
-from k3stack.kernels.mxfp4.triton import Mxfp4Weight, halves
+from k3stack.kernels.mxfp4.triton import halves
+from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 from k3stack.kernels.norm import reference as norm_reference
 from k3stack.kernels.norm import triton as norm
 from k3stack.kernels.residual import reference as residual_reference

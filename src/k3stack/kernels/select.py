@@ -1,17 +1,19 @@
 """Which implementation of each operation runs: decided once, when a model is built, and explained.
 
-There is one set today, torch operations that run on any device; the slow twins in each folder's ``reference`` are
-for tests. A faster implementation joins by replacing fields of the set for the devices it serves.
+Two sets: torch operations that run on any device, and Triton kernels for CUDA in bfloat16 and float32. The slow twins
+in each folder's ``reference`` are for tests.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from k3stack.config.geometry import ModelGeometry
 from k3stack.errors import UserError
 from k3stack.kernels.activation import cpu as activation
 from k3stack.kernels.kda import cpu as kda
@@ -20,6 +22,7 @@ from k3stack.kernels.linear.cpu import Weight
 from k3stack.kernels.mla import cpu as mla
 from k3stack.kernels.moe import cpu as moe
 from k3stack.kernels.norm import cpu as norm
+from k3stack.kernels.precision import wide_dtype
 from k3stack.kernels.residual import cpu as residual
 
 
@@ -31,47 +34,131 @@ class Kernels:
     why: str
     pack: Callable[[Tensor], Weight]
     linear: Callable[[Tensor, Weight], Tensor]
+    router_logits: Callable[[Tensor, Weight], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     gated_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     l2_norm: Callable[[Tensor, float], Tensor]
     situ_glu: Callable[[Tensor, float, float], Tensor]
     silu_glu: Callable[[Tensor], Tensor]
+    output_gate: Callable[[Tensor, Tensor], Tensor]
     residual_mix: Callable[[Tensor, Tensor, float], Tensor]
     conv_chunk: Callable[[Tensor, Tensor, Tensor], Tensor]
     conv_decode: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     log_decay: Callable[[Tensor, Tensor, float | None], Tensor]
     kda_prefill: Callable[..., None]
     kda_decode: Callable[..., Tensor]
+    write_rows: Callable[..., None]
     mla_attend: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     mla_decode: Callable[..., Tensor]
     route: Callable[..., tuple[Tensor, Tensor]]
     experts: Callable[..., Tensor]
+    router_dtype: torch.dtype
+    """Of the router's weight: ``router_logits`` takes it."""
+    device_tables: bool = False
+    """Blocks and lengths of decode rows are given as device tensors, else as lists."""
+    stacked_experts: bool = False
+    """Experts' weights are one tensor [E, out, in] (MXFP4 stays packed), else a list of weights."""
+    kda_step: Callable[..., Tensor] | None = None
+    """A whole decode step of KDA between its projections (``kda.triton.decode_step``)."""
+    convolve: Callable[..., Tensor] | None = None
+    """The short convolution of all rows of a step (``kda.triton.convolve``)."""
+    mix_norm: Callable[..., tuple[Tensor | None, Tensor | None]] | None = None
+    """Addition, residual mix and norm in one (``residual.triton.mix_norm``)."""
 
 
-def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
+def select_kernels(device: torch.device, dtype: torch.dtype, geometry: ModelGeometry | None = None) -> Kernels:
     """The set for weights of ``dtype`` on ``device``. Raises UserError for a device type that nothing here serves."""
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"device {device}: kernels exist for 'cpu' and 'cuda'", param="--device")
+    if device.type == "cpu":
+        return _torch(dtype, f"torch operations; weights {_layout(device, dtype)}")
+    reason = why_not_triton(dtype, geometry)
+    if reason is not None:
+        return _torch(dtype, f"torch operations, correct on every device: {reason}")
+    return _triton(dtype)
+
+
+def why_not_triton(dtype: torch.dtype, geometry: ModelGeometry | None) -> str | None:
+    """What keeps the Triton kernels from serving a model on a GPU; None: nothing."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"the Triton kernels compute in float32 and bfloat16, not in {dtype}"
+    if geometry is not None:
+        sizes = (geometry.kda.head_dim, geometry.mla.kv_lora_rank, geometry.mla.shared_dim)
+        if any(n < 16 or n & (n - 1) for n in sizes):
+            return f"KDA head, latent and shared key are {sizes} wide; the Triton kernels take powers of two from 16 on"
+    return None
+
+
+def _torch(dtype: torch.dtype, why: str) -> Kernels:
     return Kernels(
         name="torch",
-        why=f"torch operations, correct on every device; weights {_layout(device, dtype)}",
+        why=why,
         pack=linear.pack,
         linear=linear.linear,
+        router_logits=linear.router_logits,
         rms_norm=norm.rms_norm,
         gated_rms_norm=norm.gated_rms_norm,
         l2_norm=norm.l2_norm,
         situ_glu=activation.situ_glu,
         silu_glu=activation.silu_glu,
+        output_gate=activation.output_gate,
         residual_mix=residual.mix,
         conv_chunk=kda.conv_chunk,
         conv_decode=kda.conv_decode,
         log_decay=kda.log_decay,
         kda_prefill=kda.prefill,
         kda_decode=kda.decode,
+        write_rows=mla.write_rows,
         mla_attend=mla.attend,
         mla_decode=mla.decode,
         route=moe.route,
         experts=moe.experts,
+        router_dtype=wide_dtype(dtype),
+    )
+
+
+def _triton(dtype: torch.dtype) -> Kernels:
+    from k3stack.kernels.activation import triton as fast_activation
+    from k3stack.kernels.kda import cuda as kda_cuda
+    from k3stack.kernels.kda import triton as fast_kda
+    from k3stack.kernels.linear import cuda as fast_linear
+    from k3stack.kernels.mla import cuda as mla_cuda
+    from k3stack.kernels.mla import triton as fast_mla
+    from k3stack.kernels.moe import triton as fast_moe
+    from k3stack.kernels.norm import triton as fast_norm
+    from k3stack.kernels.residual import triton as fast_residual
+
+    return Kernels(
+        name="triton",
+        why="Triton kernels for CUDA; cuBLAS for plain products; torch for KDA and MLA of chunks",
+        pack=fast_linear.pack,
+        linear=fast_linear.linear,
+        router_logits=fast_linear.router_logits,
+        rms_norm=fast_norm.rms_norm,
+        gated_rms_norm=fast_norm.gated_rms_norm,
+        l2_norm=fast_norm.l2_norm,
+        situ_glu=fast_activation.situ_glu,
+        silu_glu=fast_activation.silu_glu,
+        output_gate=fast_activation.output_gate,
+        residual_mix=fast_residual.mix,
+        conv_chunk=kda.conv_chunk,
+        conv_decode=kda.conv_decode,
+        log_decay=kda.log_decay,
+        kda_prefill=kda.prefill,
+        kda_decode=kda_cuda.decode,
+        write_rows=fast_mla.write_rows,
+        mla_attend=mla_cuda.attend,
+        mla_decode=fast_mla.decode,
+        route=fast_moe.route,
+        experts=fast_moe.experts,
+        router_dtype=dtype,
+        device_tables=True,
+        stacked_experts=True,
+        kda_step=fast_kda.decode_step,
+        convolve=fast_kda.convolve,
+        mix_norm=fast_residual.mix_norm,
     )
 
 

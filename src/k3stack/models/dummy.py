@@ -1,4 +1,7 @@
-"""Random weights for any geometry (``--load-format dummy``): seeded, the same values in every dtype, finite outputs."""
+"""Random weights for any geometry (``--load-format dummy``): seeded, the same values in every dtype, finite outputs.
+
+Routed experts that stay packed on a device get random codes: not the values they have where they are decoded.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ import math
 import torch
 from torch import Tensor
 
-from k3stack.config.tensors import expected_tensors, expert_tensors
+from k3stack.config.tensors import MXFP4_GROUP, TensorSpec, expected_tensors, expert_tensors
 from k3stack.models.network import Model
 
+CODE_VARIANCE = 8.5625
+"""Of MXFP4 codes that are all equally likely."""
 PIECE = 1 << 20
 """Values drawn at a time, in float32, whatever the destination's dtype."""
 
@@ -26,10 +31,13 @@ def fill(model: Model, seed: int = 0) -> None:
         dest = (top if spec.layer is None else slots)[spec.kind].dest
         _fill(dest, spec.kind, generator)
     for layer in geometry.moe_layers:
-        for expert in range(geometry.moe.experts):
+        for expert in model.local_experts(layer):
             for spec in expert_tensors(geometry, layer, expert):
-                if not spec.kind.endswith(".scale"):
-                    _normal(model.expert_slot(spec).dest, generator)
+                dest = model.expert_slot(spec).dest
+                if dest.dtype == torch.uint8:
+                    _packed(dest, spec, generator)
+                elif not spec.kind.endswith(".scale"):
+                    _normal(dest, generator)
 
 
 def _fill(dest: Tensor, kind: str, generator: torch.Generator) -> None:
@@ -50,6 +58,15 @@ def _fill(dest: Tensor, kind: str, generator: torch.Generator) -> None:
         _normal(dest, generator, std=1.0)
     else:
         _normal(dest, generator)
+
+
+def _packed(dest: Tensor, spec: TensorSpec, generator: torch.Generator) -> None:
+    """Codes at random, all of one scale, so that their standard deviation is near 1 / sqrt(inputs)."""
+    if spec.kind.endswith(".scale"):
+        inputs = spec.shape[-1] * MXFP4_GROUP
+        dest.fill_(127 + round(math.log2(1 / math.sqrt(inputs * CODE_VARIANCE))))
+    else:
+        dest.copy_(torch.randint(256, dest.shape, dtype=torch.uint8, generator=generator))
 
 
 def _normal(dest: Tensor, generator: torch.Generator, std: float | None = None) -> None:

@@ -22,6 +22,7 @@ from k3stack.models.layers.kda import KdaAttention
 from k3stack.models.layers.mla import MlaAttention
 from k3stack.models.layers.part import Part, Slot, empty
 from k3stack.models.layers.stream import PlainStream, ResidualScorers, ResidualStream, Stream
+from k3stack.models.share import WHOLE, Share
 from k3stack.models.views import ArenaViews
 
 
@@ -36,6 +37,7 @@ class Layer(Part):
         dtype: torch.dtype,
         device: torch.device,
         latent_eps: float,
+        share: Share,
     ) -> None:
         hidden = geometry.hidden
         self.input_norm = empty(hidden, dtype=dtype, device=device)
@@ -50,7 +52,7 @@ class Layer(Part):
         if layer < geometry.dense_layers:
             self.ffn = DenseFfn(geometry, kernels, dtype, device)
         else:
-            self.ffn = MoeFfn(geometry, kernels, dtype, device)
+            self.ffn = MoeFfn(geometry, kernels, dtype, device, share)
 
     def slots(self) -> dict[str, Slot]:
         own = {"layer.input_norm": Slot(self.input_norm), "layer.post_attention_norm": Slot(self.post_norm)}
@@ -71,12 +73,15 @@ class Model(Part):
         dtype: torch.dtype,
         device: torch.device,
         latent_norm_eps: float = 1e-6,
+        share: Share = WHOLE,
     ) -> None:
         self.geometry, self.dtype, self.device = geometry, dtype, device
         self.latent_norm_eps = latent_norm_eps
-        self.kernels = select_kernels(device, dtype)
+        self.kernels = select_kernels(device, dtype, geometry)
         self.embed = empty(geometry.vocab, geometry.hidden, dtype=dtype, device=device)
-        self.layers = [Layer(geometry, i, self.kernels, dtype, device, latent_norm_eps) for i in range(geometry.layers)]
+        self.layers = [
+            Layer(geometry, i, self.kernels, dtype, device, latent_norm_eps, share) for i in range(geometry.layers)
+        ]
         self.scorers: ResidualScorers | None = None
         if geometry.residual_block is not None:
             self.scorers = ResidualScorers(geometry, self.kernels, dtype, device)
@@ -98,13 +103,19 @@ class Model(Part):
         return slots | (self.scorers.layer_slots(layer) if self.scorers is not None else {})
 
     def expert_slot(self, spec: TensorSpec) -> Slot:
-        """Destination of a routed expert's matrix (for MXFP4: of the decoded matrix)."""
+        """Destination of a routed expert's matrix (MXFP4: of the decoded one, or, packed, of codes or scales)."""
         if spec.layer is None or spec.expert is None:
             raise BugError(f"{spec.name} is not a routed expert's tensor")
         ffn = self.layers[spec.layer].ffn
         if not isinstance(ffn, MoeFfn):
             raise BugError(f"layer {spec.layer} has no routed experts")
-        return ffn.expert_slot(spec.expert, spec.kind.split(".")[2])
+        matrix, part = spec.kind.split(".")[2:]
+        return ffn.expert_slot(spec.expert, matrix, part)
+
+    def local_experts(self, layer: int) -> range:
+        """Routed experts of an MoE layer that lie here."""
+        ffn = self.layers[layer].ffn
+        return ffn.local if isinstance(ffn, MoeFfn) else range(0)
 
     def finish(self) -> None:
         """Compute what is derived from the weights; called once, by the loader."""
@@ -131,14 +142,14 @@ class Model(Part):
         stream = self._stream(F.embedding(batch.ids, self.embed))
         for i, layer in enumerate(self.layers):
             tail = step.tail if i == len(self.layers) - 1 and capture is None else None
-            x = kernels.rms_norm(stream.attention_input(i), layer.input_norm, eps)
+            x = stream.attention_input(i, layer.input_norm)
             y = layer.attention(x, step, views, tail)
             if tail is not None:
                 stream.keep(tail.tokens)
                 if not tail.lengths:
                     return y
             stream.attention_output(i, y)
-            m = kernels.rms_norm(stream.ffn_input(i), layer.post_norm, eps)
+            m = stream.ffn_input(i, layer.post_norm)
             z = layer.ffn(m, i, capture)
             stream.ffn_output(i, z)
             if capture is not None:
@@ -155,4 +166,7 @@ class Model(Part):
         return normed
 
     def _stream(self, embedded: Tensor) -> Stream:
-        return PlainStream(embedded) if self.scorers is None else ResidualStream(embedded, self.scorers)
+        kernels, eps = self.kernels, self.geometry.rms_eps
+        if self.scorers is None:
+            return PlainStream(embedded, kernels, eps)
+        return ResidualStream(embedded, self.scorers, kernels, eps)

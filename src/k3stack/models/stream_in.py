@@ -122,7 +122,12 @@ class _Files:
 def _read_item(model: Model, item: Item, files: _Files, stage: Tensor) -> None:
     spec, entry = item[0]
     if len(item) == 2:
-        _read_mxfp4(model.expert_slot(spec).dest, entry, item[1][1], files, stage)
+        slot = model.expert_slot(spec)
+        if slot.dest.dtype == torch.uint8:
+            for one, own in item:
+                _read_plain(model.expert_slot(one), own, files, stage)
+        else:
+            _read_mxfp4(slot.dest, entry, item[1][1], files, stage)
         return
     if spec.expert is not None:
         slot = model.expert_slot(spec)

@@ -65,3 +65,8 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
         x = F.pad(x, (0, 0, 0, ROWS - rows))
         return torch.ops.mkldnn._linear_pointwise(x, weight.data, None, "none", [], "")[:rows]
     return torch.ops.mkldnn._linear_pointwise(x, weight.data, None, "none", [], "")
+
+
+def router_logits(x: Tensor, weight: Weight) -> Tensor:
+    """x [T, hidden], the router's weight [E, hidden] in the wide dtype -> [T, E] in the wide dtype."""
+    return linear(x.to(weight.dtype), weight)

@@ -16,7 +16,8 @@ from torch import Tensor
 from k3stack.kernels import launch as start
 from k3stack.kernels.activation.glu import Glu
 from k3stack.kernels.activation.triton import glu
-from k3stack.kernels.mxfp4.triton import SHIFT, Mxfp4Weight, halves, unpack
+from k3stack.kernels.mxfp4.triton import SHIFT, halves, unpack
+from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 
 GROUPED = 1024
 """Choices that the grouping kernel looks at in one go."""

@@ -1,4 +1,4 @@
-"""MXFP4 weights as they are stored, and their unpacking in registers.
+"""MXFP4 weights unpacked in registers.
 
 The two nibbles of a byte are neighbouring columns. A product over all columns is the sum of one over the even and one
 over the odd columns, so that nothing has to be interleaved: activations are given as their even and odd halves.
@@ -6,41 +6,9 @@ over the odd columns, so that nothing has to be interleaved: activations are giv
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from k3stack.kernels.mxfp4.reference import GROUP
-
-
-@dataclass(frozen=True, slots=True)
-class Mxfp4Weight:
-    """Weights [E, out, in] of E experts: packed uint8 [E, out, in / 2], scale uint8 [E, out, in / 32]."""
-
-    packed: Tensor
-    scale: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        e, rows, half = self.packed.shape
-        return e, rows, 2 * half
-
-    @property
-    def nbytes(self) -> int:
-        return self.packed.nbytes + self.scale.nbytes
-
-    def plain(self, expert: int, dtype: torch.dtype) -> Tensor:
-        """The decoded matrix [out, in] of one expert."""
-        codes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=self.packed.device)
-        packed, scale = self.packed[expert].int(), self.scale[expert].int()
-        pair = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
-        values = codes[pair & 7] * (1 - 2 * (pair >> 3))
-        factor = torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale - 127).repeat_interleave(GROUP, 1)
-        return (values * factor).to(dtype)
-
 
 SHIFT = tl.constexpr(64)
 """bfloat16 weights are made 2^-64 times what they are, so that no power of two on the way leaves the format; scales of

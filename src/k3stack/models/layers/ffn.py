@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from k3stack.config.geometry import ModelGeometry
+from k3stack.config.tensors import MXFP4_GROUP, PACKED_PER_BYTE
+from k3stack.kernels.activation.glu import Glu
+from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 from k3stack.kernels.precision import wide_dtype
 from k3stack.kernels.select import Kernels
 from k3stack.models.capture import Capture
 from k3stack.models.layers.part import Part, Slot, empty
+from k3stack.models.share import WHOLE, Share
 
 
-def glu(geometry: ModelGeometry, kernels: Kernels) -> Callable[[Tensor], Tensor]:
+def glu(geometry: ModelGeometry, kernels: Kernels) -> Glu:
     """The model's gated activation: [..., gate | up] -> [...]."""
-    if geometry.activation == "silu":
-        return kernels.silu_glu
     beta, linear_beta = geometry.situ_beta, geometry.situ_linear_beta
-    return lambda gate_up: kernels.situ_glu(gate_up, beta, linear_beta)
+    if geometry.activation == "silu":
+        return Glu("silu", beta, linear_beta, kernels.silu_glu)
+    return Glu("situ", beta, linear_beta, lambda gate_up: kernels.situ_glu(gate_up, beta, linear_beta))
 
 
 class Mlp(Part):
@@ -54,6 +59,29 @@ class Mlp(Part):
         return self.kernels.linear(self.act(self.kernels.linear(x, self.w13)), self.w2)
 
 
+def _expert_weights(
+    geometry: ModelGeometry, count: int, width: int, kernels: Kernels, dtype: torch.dtype, device: torch.device
+) -> tuple[Any, Any]:
+    """gate and up, then down, of ``count`` experts as ``Kernels.stacked_experts`` has them."""
+    inner = geometry.moe.expert_width
+    shapes = ((2 * inner, width), (width, inner))
+    if not kernels.stacked_experts:
+        # One tensor an expert, so that each can be laid out for the product and its plain form freed on its own.
+        w13, w2 = ([empty(*shape, dtype=dtype, device=device) for _ in range(count)] for shape in shapes)
+        return w13, w2
+    if not geometry.moe.mxfp4:
+        w13, w2 = (empty(count, *shape, dtype=dtype, device=device) for shape in shapes)
+        return w13, w2
+    w13, w2 = (
+        Mxfp4Weight(
+            empty(count, rows, columns // PACKED_PER_BYTE, dtype=torch.uint8, device=device),
+            empty(count, rows, columns // MXFP4_GROUP, dtype=torch.uint8, device=device),
+        )
+        for rows, columns in shapes
+    )
+    return w13, w2
+
+
 class DenseFfn(Part):
     """The dense feed-forward of the first layers."""
 
@@ -74,26 +102,30 @@ class DenseFfn(Part):
 class MoeFfn(Part):
     """Routed experts (in the latent width where there is one) plus the shared MLP on the full width."""
 
-    def __init__(self, geometry: ModelGeometry, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        share: Share = WHOLE,
+    ) -> None:
         moe, hidden = geometry.moe, geometry.hidden
         self.moe, self.kernels, self.eps = moe, kernels, geometry.rms_eps
         self.act = glu(geometry, kernels)
         width = moe.latent or hidden
-        wide = wide_dtype(dtype)
-        # Router scores are computed in the wide dtype from the exactly widened weight.
-        self.router = empty(moe.experts, hidden, dtype=wide, device=device)
-        self.bias = empty(moe.experts, dtype=wide, device=device)
-        # One tensor an expert, so that each can be laid out for the product and its plain form freed on its own.
-        n, inner = moe.experts, moe.expert_width
-        self.w13 = [empty(2 * inner, width, dtype=dtype, device=device) for _ in range(n)]
-        self.w2 = [empty(width, inner, dtype=dtype, device=device) for _ in range(n)]
+        # Router scores are summed in the wide dtype, of exact products.
+        self.router = empty(moe.experts, hidden, dtype=kernels.router_dtype, device=device)
+        self.bias = empty(moe.experts, dtype=wide_dtype(dtype), device=device)
+        self.local = share.experts(moe.experts)
+        self.w13, self.w2 = _expert_weights(geometry, len(self.local), width, kernels, dtype, device)
         if moe.latent is not None:
             self.down = empty(moe.latent, hidden, dtype=dtype, device=device)
             self.up = empty(hidden, moe.latent, dtype=dtype, device=device)
             self.latent_norm = empty(moe.latent, dtype=dtype, device=device) if moe.latent_norm else None
         self.shared = None
         if moe.shared_experts:
-            self.shared = Mlp("moe.shared", hidden, moe.shared_width, kernels, self.act, dtype, device)
+            self.shared = Mlp("moe.shared", hidden, moe.shared_width // share.tp, kernels, self.act, dtype, device)
 
     def slots(self) -> dict[str, Slot]:
         slots = {"moe.router": Slot(self.router), "moe.router_bias": Slot(self.bias)}
@@ -103,18 +135,24 @@ class MoeFfn(Part):
                 slots["moe.latent_norm"] = Slot(self.latent_norm)
         return slots | (self.shared.slots() if self.shared is not None else {})
 
-    def expert_slot(self, expert: int, matrix: str) -> Slot:
-        """Destination of matrix 'w1' (gate), 'w2' (down) or 'w3' (up) of one expert."""
+    def expert_slot(self, expert: int, matrix: str, part: str = "weight") -> Slot:
+        """Destination of matrix 'w1' (gate), 'w2' (down) or 'w3' (up) of one expert; where they stay packed, of its
+        ``part`` 'packed' or 'scale'."""
+        weights: Any = self.w2 if matrix == "w2" else self.w13
+        if isinstance(weights, Mxfp4Weight):
+            weights = weights.scale if part == "scale" else weights.packed
+        own = weights[expert - self.local.start]
         if matrix == "w2":
-            return Slot(self.w2[expert])
+            return Slot(own)
         width = self.moe.expert_width
-        return Slot(self.w13[expert][:width] if matrix == "w1" else self.w13[expert][width:])
+        return Slot(own[:width] if matrix == "w1" else own[width:])
 
     def finish(self) -> None:
         pack = self.kernels.pack
         self.router = pack(self.router)
-        for e in range(self.moe.experts):
-            self.w13[e], self.w2[e] = pack(self.w13[e]), pack(self.w2[e])
+        if isinstance(self.w13, list) and isinstance(self.w2, list):
+            for e in range(len(self.local)):
+                self.w13[e], self.w2[e] = pack(self.w13[e]), pack(self.w2[e])
         if self.moe.latent is not None:
             self.down, self.up = pack(self.down), pack(self.up)
         if self.shared is not None:
@@ -123,7 +161,7 @@ class MoeFfn(Part):
     def __call__(self, x: Tensor, layer: int, capture: Capture | None) -> Tensor:
         """x [T, hidden] (normed) -> [T, hidden]."""
         moe = self.moe
-        logits = self.kernels.linear(x.to(self.bias.dtype), self.router)
+        logits = self.kernels.router_logits(x, self.router)
         forced = capture.forced(layer) if capture is not None else None
         ids, weights = self.kernels.route(logits, self.bias, moe.top_k, moe.scaling_factor, moe.renormalize, forced)
         if capture is not None:
@@ -131,7 +169,8 @@ class MoeFfn(Part):
             capture.put("router_weights", layer, weights)
             capture.put("router_scores", layer, torch.sigmoid(logits) + self.bias)
         z = x if moe.latent is None else self.kernels.linear(x, self.down)
-        routed = self.kernels.experts(z, ids, weights, self.w13, self.w2, self.act)
+        own = (self.local.start,) if len(self.local) < moe.experts else ()
+        routed = self.kernels.experts(z, ids, weights, self.w13, self.w2, self.act, *own)
         if moe.latent is not None:
             if self.latent_norm is not None:
                 routed = self.kernels.rms_norm(routed, self.latent_norm, self.eps)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -67,6 +69,9 @@ class KdaAttention(Part):
         step's rows move on in place."""
         tokens, heads, k = x.shape[0], self.heads, self.head_dim
         raw, f, gate, b = self.kernels.linear(x, self.w_in).split(self.sizes, dim=1)
+        if step.all_decode and self.kernels.kda_step is not None:
+            y = self._whole_step(self.kernels.kda_step, (raw, f, gate, b), step, views)
+            return self.kernels.linear(y if tail is None else y[tail.tokens], self.w_out)
         z = widen(self.kernels.linear(f, self.w_f)) + self.dt_bias
         g = self.kernels.log_decay(z.view(tokens, heads, k), self.exp_a, self.lower_bound)
         beta = torch.sigmoid(widen(b))
@@ -81,7 +86,21 @@ class KdaAttention(Part):
         y = self.kernels.gated_rms_norm(o, gate.reshape(tokens, heads, k), self.norm, self.eps)
         return self.kernels.linear(y.view(tokens, self.width), self.w_out)
 
+    def _whole_step(
+        self, run: Callable[..., Tensor], projected: tuple[Tensor, ...], step: Step, views: ArenaViews
+    ) -> Tensor:
+        """A decode step in one kernel: [R, width], to be projected out."""
+        raw, f, gate, b = projected
+        f = self.kernels.linear(f, self.w_f)
+        if self.w_g is not None:
+            gate = self.kernels.linear(gate, self.w_g)
+        vectors = (self.conv, self.exp_a, self.dt_bias, self.norm)
+        arena = (views.window(self.index), views.recurrent(self.index), step.decode_block_index)
+        return run(raw, f, gate, b, *vectors, *arena, self.lower_bound, self.eps)
+
     def _convolve(self, raw: Tensor, step: Step, windows: Tensor) -> Tensor:
+        if self.kernels.convolve is not None:
+            return self.kernels.convolve(raw, self.conv, windows, *step.row_index())
         if step.all_decode:
             return self.kernels.conv_decode(raw, self.conv, windows, step.decode_block_index)
         if step.one_chunk:
@@ -95,11 +114,12 @@ class KdaAttention(Part):
         return out
 
     def _recur(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, step: Step, states: Tensor) -> Tensor:
+        blocks = step.decode_block_index if self.kernels.device_tables else step.decode_blocks
         if step.all_decode:
-            return self.kernels.kda_decode(q, k, v, g, beta, states, step.decode_blocks)
+            return self.kernels.kda_decode(q, k, v, g, beta, states, blocks)
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         if step.decode_count:
             t = step.decode_tokens
-            out[t] = self.kernels.kda_decode(q[t], k[t], v[t], g[t], beta[t], states, step.decode_blocks)
+            out[t] = self.kernels.kda_decode(q[t], k[t], v[t], g[t], beta[t], states, blocks)
         self.kernels.kda_prefill(q, k, v, g, beta, states, step.tiles, out)
         return out

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from k3stack.config.geometry import ModelGeometry
-from k3stack.kernels.precision import widen
 from k3stack.kernels.select import Kernels
 from k3stack.models.batch import Step, Tail
 from k3stack.models.layers.part import Part, Slot, empty
@@ -69,9 +68,8 @@ class MlaAttention(Part):
         """x [T, hidden] (normed) -> [T, hidden], or [N, hidden] of the ``tail``'s tokens; writes the cache rows of all
         new tokens, then attends."""
         kv = self.kernels.linear(x, self.w_kv)
-        latent = self.kernels.rms_norm(kv[:, : self.latent], self.kv_norm, self.latent_eps)
         rows = views.rows(self.index)
-        rows[step.cache_slots(rows.shape[1])] = torch.cat([latent, kv[:, self.latent :]], dim=1)
+        self.kernels.write_rows(kv, self.kv_norm, self.latent_eps, rows, *step.cache_slots(rows.shape[1]))
         if tail is not None:
             x = x[tail.tokens]
         tokens = x.shape[0]
@@ -80,16 +78,17 @@ class MlaAttention(Part):
             q = self.kernels.linear(self.kernels.rms_norm(q, self.q_norm, self.latent_eps), self.w_q)
         q = q.reshape(tokens, self.heads, self.qk_dim)
         if tail is None:
-            o = self._attend(q, rows, step).reshape(tokens, self.out_width)
+            o = self._attend(q, rows, step)
         else:
-            o = self.kernels.mla_decode(q, rows, tail.pages, tail.lengths, self.kv_b).reshape(tokens, self.out_width)
-        if self.output_gate:
-            o = (widen(o) * torch.sigmoid(widen(gate))).to(x.dtype)
+            lengths = step.lengths(tail) if self.kernels.device_tables else tail.lengths
+            o = self.kernels.mla_decode(q, rows, tail.pages, lengths, self.kv_b)
+        o = self.kernels.output_gate(o, gate) if self.output_gate else o.reshape(tokens, self.out_width)
         return self.kernels.linear(o, self.w_out)
 
     def _attend(self, q: Tensor, rows: Tensor, step: Step) -> Tensor:
+        lengths = step.lengths() if self.kernels.device_tables else step.decode_lengths
         if step.all_decode:
-            return self.kernels.mla_decode(q, rows, step.decode_pages, step.decode_lengths, self.kv_b)
+            return self.kernels.mla_decode(q, rows, step.decode_pages, lengths, self.kv_b)
         parts = []
         for chunk in step.chunks:
             end = chunk.start + chunk.count
@@ -100,7 +99,7 @@ class MlaAttention(Part):
             return parts[0][1]
         if step.decode_count:
             t = step.decode_tokens
-            o = self.kernels.mla_decode(q[t], rows, step.decode_pages, step.decode_lengths, self.kv_b)
+            o = self.kernels.mla_decode(q[t], rows, step.decode_pages, lengths, self.kv_b)
             parts.append((t, o))
         out = q.new_empty(q.shape[0], self.heads, parts[0][1].shape[2])
         for tokens, o in parts:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from k3stack.kernels.linear.cpu import Packed, Weight
+from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,9 @@ class Part:
 def _weights(value: Any) -> Iterator[Weight]:
     if isinstance(value, (Tensor, Packed)):
         yield value
+    elif isinstance(value, Mxfp4Weight):
+        yield value.packed
+        yield value.scale
     elif isinstance(value, Part):
         yield from value.all_weights()
     elif isinstance(value, (list, tuple)):

@@ -16,13 +16,13 @@ from k3stack.models.layers.part import Part, Slot, empty
 class Stream(Protocol):
     """What flows between the layers in one forward pass."""
 
-    def attention_input(self, layer: int) -> Tensor:
-        """[T, hidden], before the layer's input norm."""
+    def attention_input(self, layer: int, norm: Tensor) -> Tensor:
+        """[T, hidden], normalised with the weight ``norm`` [hidden]."""
         ...
 
     def attention_output(self, layer: int, y: Tensor) -> None: ...
 
-    def ffn_input(self, layer: int) -> Tensor: ...
+    def ffn_input(self, layer: int, norm: Tensor) -> Tensor: ...
 
     def ffn_output(self, layer: int, y: Tensor) -> None: ...
 
@@ -42,17 +42,17 @@ class Stream(Protocol):
 class PlainStream:
     """``x += attention(norm(x)); x += ffn(norm(x))``."""
 
-    def __init__(self, embedded: Tensor) -> None:
-        self.x = embedded
+    def __init__(self, embedded: Tensor, kernels: Kernels, eps: float) -> None:
+        self.x, self.kernels, self.eps = embedded, kernels, eps
 
-    def attention_input(self, layer: int) -> Tensor:
-        return self.x
+    def attention_input(self, layer: int, norm: Tensor) -> Tensor:
+        return self.kernels.rms_norm(self.x, norm, self.eps)
 
     def attention_output(self, layer: int, y: Tensor) -> None:
         self.x.add_(y)
 
-    def ffn_input(self, layer: int) -> Tensor:
-        return self.x
+    def ffn_input(self, layer: int, norm: Tensor) -> Tensor:
+        return self.kernels.rms_norm(self.x, norm, self.eps)
 
     def ffn_output(self, layer: int, y: Tensor) -> None:
         self.x.add_(y)
@@ -104,39 +104,71 @@ class ResidualStream:
     """A token's bank rows and its running prefix, side by side in one buffer [T, rows + 1, hidden].
 
     The prefix is the last row in use. Opening a block freezes it as a bank row, and the next row becomes the prefix.
+    Where one kernel adds, mixes and normalises, a block's output waits for the next mix.
     """
 
-    def __init__(self, embedded: Tensor, scorers: ResidualScorers) -> None:
-        self.scorers = scorers
+    def __init__(self, embedded: Tensor, scorers: ResidualScorers, kernels: Kernels, eps: float) -> None:
+        self.scorers, self.kernels, self.eps = scorers, kernels, eps
         self.bank = embedded.new_empty(embedded.shape[0], scorers.rows + 1, embedded.shape[1])
         self.bank[:, 0] = embedded
         self.prefix = 0
+        self._waiting: Tensor | None = None
+        self._replaces = False
 
-    def _mix(self, score: Tensor) -> Tensor:
-        return self.scorers.kernels.residual_mix(self.bank[:, : self.prefix + 1], score, self.scorers.eps)
-
-    def attention_input(self, layer: int) -> Tensor:
-        return self._mix(self.scorers.weights[layer, 0, 0])
+    def attention_input(self, layer: int, norm: Tensor) -> Tensor:
+        return self._mix(self.scorers.weights[layer, 0, 0], norm)
 
     def attention_output(self, layer: int, y: Tensor) -> None:
         if layer % self.scorers.block == 0:
             # The incoming prefix is frozen (the mix above did not see it as a bank row); the new one begins with y.
+            self._settle()
             self.prefix += 1
-            self.bank[:, self.prefix] = y
+            self._join(y, replaces=True)
         else:
-            self.bank[:, self.prefix] += y
+            self._join(y, replaces=False)
 
-    def ffn_input(self, layer: int) -> Tensor:
-        return self._mix(self.scorers.weights[layer, 1, 0])
+    def ffn_input(self, layer: int, norm: Tensor) -> Tensor:
+        return self._mix(self.scorers.weights[layer, 1, 0], norm)
 
     def ffn_output(self, layer: int, y: Tensor) -> None:
-        self.bank[:, self.prefix] += y
+        self._join(y, replaces=False)
 
     def current(self) -> Tensor:
+        self._settle()
         return self.bank[:, self.prefix]
 
     def keep(self, tokens: Tensor) -> None:
+        self._settle()
         self.bank = self.bank[tokens]
 
     def final(self) -> Tensor:
-        return self._mix(self.scorers.output[0])
+        self._settle()
+        return self.kernels.residual_mix(self.bank[:, : self.prefix + 1], self.scorers.output[0], self.scorers.eps)
+
+    def _mix(self, score: Tensor, norm: Tensor) -> Tensor:
+        rows = self.bank[:, : self.prefix + 1]
+        if self.kernels.mix_norm is None:
+            self._settle()
+            return self.kernels.rms_norm(self.kernels.residual_mix(rows, score, self.scorers.eps), norm, self.eps)
+        y, change = self._waiting, 0 if self._waiting is None else 1 + self._replaces
+        self._waiting = None
+        _, normed = self.kernels.mix_norm(rows, y, change, score, self.scorers.eps, norm, self.eps, mixed=False)
+        assert normed is not None
+        return normed
+
+    def _join(self, y: Tensor, *, replaces: bool) -> None:
+        """``y`` [T, hidden] is added to the prefix, or becomes it."""
+        self._settle()
+        self._waiting, self._replaces = y, replaces
+        if self.kernels.mix_norm is None:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Bring the prefix up to date."""
+        if self._waiting is None:
+            return
+        if self._replaces:
+            self.bank[:, self.prefix] = self._waiting
+        else:
+            self.bank[:, self.prefix] += self._waiting
+        self._waiting = None
