@@ -76,7 +76,7 @@ def boot(
     device = resolve_device(options.device)
     options, path = _resolved(options)
     geometry = load_geometry(path)
-    precision = precision_of(options, device.type)
+    precision = _as_kernels_hold(precision_of(options, device.type), geometry, device)
     context = context_of(options, geometry)
     layout = layout_of(geometry, precision)
     free_at_start = free_bytes(device)
@@ -181,6 +181,16 @@ def free_bytes(device: torch.device) -> int:
     import torch
 
     return int(torch.cuda.mem_get_info(device)[0])
+
+
+def _as_kernels_hold(precision: Precision, geometry: ModelGeometry, device: torch.device) -> Precision:
+    """The precision with what the kernels that will be chosen keep as stored; says which they are."""
+    from k3stack.kernels.select import select_kernels
+    from k3stack.models.load import parse_dtype
+
+    kernels = select_kernels(device, parse_dtype(precision.compute), geometry)
+    log.info("kernels: %s (%s)", kernels.name, kernels.why)
+    return dataclasses.replace(precision, as_stored=kernels.stacked_experts)
 
 
 def context_of(options: EngineOptions, geometry: ModelGeometry) -> int:

@@ -26,6 +26,8 @@ class Precision:
 
     compute: str
     state: str
+    as_stored: bool = False
+    """Routed experts stay in MXFP4 where they are stored so, and the router's weight in the compute dtype."""
 
     @property
     def itemsize(self) -> int:
@@ -63,7 +65,7 @@ def predicted_weight_bytes(geometry: ModelGeometry, precision: Precision) -> int
     """Bytes of the weights in memory: every value in the compute dtype; those stored in F32, the router's and the
     residual scorers' at least in float32.
 
-    Routed experts in MXFP4 are decoded when they are read.
+    Routed experts in MXFP4 are decoded when they are read, unless they stay as stored.
     """
     return sum(weight_bytes_by_kind(geometry, precision).values())
 
@@ -84,11 +86,17 @@ def weight_bytes_by_kind(geometry: ModelGeometry, precision: Precision) -> dict[
 
 
 def _in_memory(spec: TensorSpec, precision: Precision) -> int:
+    if spec.kind.endswith((".packed", ".scale")) and precision.as_stored:
+        return spec.nbytes
     if spec.kind.endswith(".packed"):
         return spec.numel * 2 * precision.itemsize
     if spec.kind.endswith(".scale"):
         return 0
-    wide = spec.dtype == "F32" or spec.kind == "moe.router" or spec.kind.startswith("residual.")
+    wide = (
+        spec.dtype == "F32"
+        or (spec.kind == "moe.router" and not precision.as_stored)
+        or spec.kind.startswith("residual.")
+    )
     return spec.numel * (max(4, precision.itemsize) if wide else precision.itemsize)
 
 
