@@ -65,8 +65,17 @@ def run_fit_steps(log: str, pools: str | None, calibrate: str | None, write: str
         print_json(msgspec.to_builtins(scenario))
     else:
         for field, value in msgspec.to_builtins(cost).items():
-            print(f"{field:<14}{value if isinstance(value, str) else format(value, '.4g')}")
+            print(f"{field:<14}{_shown(value)}")
     return 0
+
+
+def _shown(value: object) -> str:
+    """A constant of a measured cost for people; knots as rows and milliseconds."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, (list, tuple)):
+        return "  ".join(f"{rows}: {1000 * seconds:.2f} ms" for rows, seconds in value)
+    return str(value)
 
 
 def _document(fit: Fit) -> dict[str, object]:

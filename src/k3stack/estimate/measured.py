@@ -1,4 +1,5 @@
-"""Step times of a machine that was measured, without asking why: a line in what a step computes.
+"""Step times of a machine that was measured, without asking why: a line in what a step computes, and a bent one in
+the rows that decode, whose first ones cost more than later ones (experts shared, a product of one row by itself).
 
 Fitted to the step log of a running server (``k3 serve --step-log``). It answers for that machine, model and layout
 alone, and for loads inside the range that was seen.
@@ -7,6 +8,8 @@ alone, and for loads inside the range that was seen.
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,9 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Each cached token in front of a chunk."""
     pair: float
     """Each attended pair inside chunks."""
+    knots: tuple[tuple[int, float], ...] = ()
+    """(rows, seconds) of steps that only decode, with nothing cached, at each number of rows that was seen often: these
+    hold there instead of the line ``decode`` + ``row``, which goes on outside of them."""
     host_s: float = 0.0
     """Time of a request outside steps before its first token."""
     host_token_s: float = 0.0
@@ -58,10 +64,12 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return total
 
     def seconds(self, load: StepLoad) -> float:
-        base = self.chunk if load.chunk_tokens else self.decode if load.decode_rows else 0.0
+        if load.chunk_tokens:
+            base = self.chunk + self.row * load.decode_rows
+        else:
+            base = self._decode_s(load.decode_rows) if load.decode_rows else 0.0
         return (
             base
-            + self.row * load.decode_rows
             + self.context * load.decode_context
             + self.chunk_row * load.chunk_rows
             + self.token * load.chunk_tokens
@@ -71,7 +79,19 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def decode_lines(self, rows: int, verify: int = 1, samples: int | None = None) -> tuple[tuple[float, float], ...]:
         """A decode step's time as a line in its cached tokens: (seconds, seconds a token)."""
-        return ((self.decode + self.row * rows, self.context),)
+        return ((self._decode_s(rows), self.context),)
+
+    def _decode_s(self, rows: int) -> float:
+        """A step that only decodes, but for its cached tokens."""
+        knots = self.knots
+        if not knots:
+            return self.decode + self.row * rows
+        i = bisect_right(knots, (rows, float("inf")))
+        if i == 0 or i == len(knots):
+            n, seconds = knots[0] if i == 0 else knots[-1]
+            return seconds + self.row * (rows - n)
+        (a, before), (b, after) = knots[i - 1], knots[i]
+        return before + (after - before) * (rows - a) / (b - a)
 
     def before_s(self, prompt_tokens: int) -> float:
         """Seconds between a request's arrival and its place in the scheduler's queue."""
@@ -107,7 +127,8 @@ def read_step_log(path: str | Path) -> tuple[dict[str, Any], list[tuple[StepLoad
                 head = raw
                 continue
             seconds = float(raw.pop("seconds"))
-            raw.pop("device_s", None)
+            for name in ("at", "device_s"):
+                raw.pop(name, None)
             steps.append((StepLoad(**raw), seconds))
         except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as e:
             raise UserError(f"{path}: line {number} is not a step ({e})", param="fit-steps") from None
@@ -117,7 +138,7 @@ def read_step_log(path: str | Path) -> tuple[dict[str, Any], list[tuple[StepLoad
 def fit_steps(steps: Iterable[tuple[StepLoad, float]], source: str = "") -> MeasuredCost:
     """The line through measured steps: no term below zero, and the mean of each kind of step kept.
 
-    Decode steps give ``decode``, ``row`` and ``context``; steps with prompt tokens the rest.
+    Decode steps give ``decode``, ``row``, ``context`` and ``knots``; steps with prompt tokens the rest.
     """
     kept = list(steps)
     decode = _trimmed([s for s in kept if s[0].decode_rows and not s[0].chunk_tokens])
@@ -128,7 +149,9 @@ def fit_steps(steps: Iterable[tuple[StepLoad, float]], source: str = "") -> Meas
             "of each are needed",
             param="fit-steps",
         )
-    a = _line([[1, x.decode_rows, x.decode_context] for x, _ in decode], [t for _, t in decode])
+    context, knots = _knots(decode)
+    rests = [t - context * x.decode_context for x, t in decode]
+    a = [*_line([[1, x.decode_rows] for x, _ in decode], rests), context]
     rest = [t - a[1] * x.decode_rows - a[2] * x.decode_context for x, t in chunk]
     b = _line([[1, x.chunk_rows, x.chunk_tokens, x.chunk_prefix, x.chunk_pairs] for x, _ in chunk], rest)
     cost = MeasuredCost(
@@ -140,10 +163,26 @@ def fit_steps(steps: Iterable[tuple[StepLoad, float]], source: str = "") -> Meas
         token=b[2],
         prefix=b[3],
         pair=b[4],
+        knots=knots,
         source=source,
     )
     errors = sorted(abs(cost.seconds(x) / t - 1) for x, t in [*decode, *chunk])
     return msgspec.structs.replace(cost, error=errors[int(0.9 * (len(errors) - 1))])
+
+
+def _knots(decode: Sequence[tuple[StepLoad, float]]) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """Seconds a cached token, and seconds at each number of rows that at least ``LEAST_STEPS`` steps had.
+
+    Rows and cached tokens grow together, so what a cached token costs is told from steps with the same rows.
+    """
+    counts = Counter(x.decode_rows for x, _ in decode)
+    often = sorted(rows for rows, n in counts.items() if n >= LEAST_STEPS)
+    if not often:
+        return _line([[1, x.decode_rows, x.decode_context] for x, _ in decode], [t for _, t in decode])[2], ()
+    kept = [(x, t) for x, t in decode if counts[x.decode_rows] >= LEAST_STEPS]
+    columns = [[*(float(x.decode_rows == rows) for rows in often), x.decode_context] for x, _ in kept]
+    *seconds, context = _line(columns, [t for _, t in kept])
+    return context, tuple(zip(often, seconds, strict=True))
 
 
 def _trimmed(steps: list[tuple[StepLoad, float]]) -> list[tuple[StepLoad, float]]:
@@ -152,11 +191,17 @@ def _trimmed(steps: list[tuple[StepLoad, float]]) -> list[tuple[StepLoad, float]
 
 
 def _line(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Least squares without negative coefficients, relative to each step's time; then scaled to keep the total."""
+    """Least squares without negative coefficients, relative to each step's time; then scaled to keep the total.
+
+    Relative to what the pass before predicts, not to what was measured: where the end of a step was noticed late, the
+    next one looks short, and would outweigh all the others.
+    """
     x, y = np.array(columns, dtype=np.float64), np.array(seconds, dtype=np.float64)
     scale = np.where(x.max(axis=0) > 0, x.max(axis=0), 1.0)
-    weight = 1.0 / np.maximum(y, 1e-6)
-    found = _non_negative(x / scale * weight[:, None], y * weight)
+    weight = np.ones(len(y))
+    for _ in range(3):
+        found = _non_negative(x / scale * weight[:, None], y * weight)
+        weight = 1.0 / np.maximum(x / scale @ found, 1e-6)
     total = float((x / scale @ found).sum())
     return [float(v) for v in found / scale * (float(y.sum()) / total if total else 1.0)]
 

@@ -55,6 +55,27 @@ def test_a_fit_finds_the_line() -> None:
     assert min(noisy.decode, noisy.context, noisy.chunk, noisy.pair) >= 0
 
 
+def test_decode_steps_bend_where_they_were_seen_to() -> None:
+    # One row is cheap, the second costs much, further ones little: no line goes through that.
+    by_rows = {1: 0.014, 2: 0.020, 4: 0.023, 8: 0.030}
+    seen = [
+        (StepLoad(decode_rows=rows, decode_context=rows * 100 * i, samples=rows), seconds + 1e-7 * rows * 100 * i)
+        for rows, seconds in by_rows.items()
+        for i in range(30)
+    ]
+    cost = fit_steps([*steps(), *seen])
+    assert [rows for rows, _ in cost.knots if rows in by_rows] == list(by_rows)
+    cost = fit_steps([s for s in steps() if s[0].chunk_tokens] + seen)
+    for rows, seconds in by_rows.items():
+        assert cost.seconds(StepLoad(decode_rows=rows, samples=rows)) == pytest.approx(seconds, rel=0.03)
+    assert cost.seconds(StepLoad(decode_rows=3)) == pytest.approx(0.0215, rel=0.03)
+    eight, sixteen = (cost.seconds(StepLoad(decode_rows=n)) for n in (8, 16))
+    assert sixteen - eight == pytest.approx(8 * cost.row)
+    load = StepLoad(decode_rows=5, decode_context=700, samples=5)
+    [(rest, slope)] = cost.decode_lines(5)
+    assert rest + slope * 700 == cost.seconds(load)
+
+
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(UserError, match="at least 20"):
         fit_steps(steps(20))

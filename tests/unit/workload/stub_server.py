@@ -10,10 +10,21 @@ from aiohttp import web
 
 
 class StubServer:
-    """``first_s`` to the first token, then ``gap_s`` a token; ``fail_every``: each such request is refused."""
+    """``first_s`` to the first token, then ``gap_s`` a token; ``fail_every``: each such request is refused.
 
-    def __init__(self, first_s: float = 0.05, gap_s: float = 0.01, fail_every: int = 0, cut_every: int = 0) -> None:
+    ``silent_after``: later tokens take their time and show nothing (control tokens, the end of a message).
+    """
+
+    def __init__(
+        self,
+        first_s: float = 0.05,
+        gap_s: float = 0.01,
+        fail_every: int = 0,
+        cut_every: int = 0,
+        silent_after: int | None = None,
+    ) -> None:
         self.first_s, self.gap_s, self.fail_every, self.cut_every = first_s, gap_s, fail_every, cut_every
+        self.silent_after = silent_after
         self.seen: list[dict[str, Any]] = []
         self.base_url = ""
         self._runner: web.AppRunner | None = None
@@ -53,6 +64,8 @@ class StubServer:
             await asyncio.sleep(max(0.0, start + self.first_s + i * self.gap_s - loop.time()))
             if self.cut_every and number % self.cut_every == 0 and i == n // 2:
                 return response
+            if self.silent_after is not None and i >= self.silent_after:
+                continue
             delta = {"reasoning_content": "x "} if i < n // 2 else {"content": "y "}
             await self._send(response, {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
         await self._send(response, {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]})

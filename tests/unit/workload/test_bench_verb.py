@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from k3stack.cli import main
+from k3stack.workload import client
+from k3stack.workload.records import Record
 from tests.unit.workload.stub_server import StubServer
 
 
@@ -50,6 +54,22 @@ def test_json_figures_and_exit_status(stub: StubServer, tmp_path: Path, capsys: 
     assert main(["bench", "--compare", str(records), str(records), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {r["change"] for r in rows} <= {"+0.0 points", "+0.0 %", "-"}
+
+
+def test_a_client_that_was_the_bottleneck_reports_nothing(
+    stub: StubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = client._take_usage
+
+    def slow(usage: Any, record: Record) -> None:
+        time.sleep(0.3)
+        seen(usage, record)
+
+    monkeypatch.setattr(client, "_take_usage", slow)
+    argv = ["bench", "--base-url", stub.base_url, "--concurrency", "4", "--requests", "8", "--input-len", "100"]
+    assert main([*argv, "--output-len", "16", "--json"]) == 3
+    said = capsys.readouterr()
+    assert said.out == "" and "the load client was the bottleneck" in said.err
 
 
 @pytest.mark.parametrize(

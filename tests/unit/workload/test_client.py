@@ -41,6 +41,13 @@ def test_times_and_counts() -> None:
     assert stub.seen[-1]["ignore_eos"] is True and stub.seen[-1]["stream_options"] == {"include_usage": True}
 
 
+def test_an_answer_ends_with_its_last_token_seen_or_not() -> None:
+    result = asyncio.run(drive(StubServer(first_s=0.02, gap_s=0.04, silent_after=2), workload(2)))
+    for r in result.records:
+        assert r.output_tokens == 8 and r.first_s is not None and r.finished_s is not None
+        assert r.finished_s - r.first_s > 6 * 0.04  # two visible tokens would be 0.04
+
+
 def test_sessions_carry_the_whole_answer_back() -> None:
     stub = StubServer(first_s=0.0, gap_s=0.0)
     asyncio.run(drive(stub, workload(1, turns=3)))
