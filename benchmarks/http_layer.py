@@ -15,6 +15,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -85,26 +86,39 @@ def client(port: int, streams: int, body: bytes, expected: int) -> None:
             sys.exit(f"a stream had {events} events instead of about {expected}, and ended in {tail!r}")
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=400, help="tokens a stream")
-    parser.add_argument("--step-ms", type=float, default=0.0, help="pace of the engine; 0: as fast as it can")
-    parser.add_argument("--thinking", action="store_true", help="measure reasoning instead of content")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--profile", help="file for a profile of the HTTP process (slows it down)")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+def start(args: argparse.Namespace) -> tuple[subprocess.Popen[bytes], int]:
+    """Our HTTP process, and its port."""
     read_end, write_end = os.pipe()
     os.set_inheritable(write_end, True)
     call = f"serve({args.tokens}, {args.step_ms / 1000}, {args.thinking}, {args.profile!r}, {write_end})"
     code = f"from benchmarks.http_layer import serve; {call}"
     server = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, pass_fds=(write_end,))
     os.close(write_end)
-    port = int(os.read(read_end, 20))
+    return server, int(os.read(read_end, 20))
+
+
+def start_peer(args: argparse.Namespace) -> tuple[subprocess.Popen[bytes], int]:
+    """vLLM's server over a script of the same length and pace (see peer_vllm.py), and its port."""
+    folder = tempfile.mkdtemp(prefix="k3-peer-")
+    here = Path(__file__).parent
+    vocabulary = ROOT / "src" / "k3stack" / "models" / "data" / "nano"
+    subprocess.run([args.peer, str(here / "clients" / "tokenizer.py"), str(vocabulary), folder], check=True)
+    command = [args.peer, str(here / "peer_vllm.py"), "--model", folder, "--tokens", str(args.tokens)]
+    command += ["--step-ms", str(args.step_ms), *args.peer_options.split()]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert server.stdout is not None
+    for line in server.stdout:
+        if line.startswith(b"port "):
+            return server, int(line.split()[1])
+    sys.exit(f"the peer did not start; run it by hand: {' '.join(command)}")
+
+
+def measure(server: subprocess.Popen[bytes], port: int, args: argparse.Namespace) -> list[dict[str, float]]:
+    """One row a run, after a warm-up."""
     fields = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": args.tokens + 50}
-    if not args.thinking:
+    if args.peer:
+        fields["model"] = "scripted"
+    elif not args.thinking:
         fields["thinking"] = {"type": "disabled"}
     body = json.dumps(fields).encode()
     context = multiprocessing.get_context("spawn")
@@ -120,11 +134,32 @@ def main() -> None:
         if run:
             total = args.streams * args.tokens
             rows.append({"us_per_token": 1e6 * spent / total, "tokens_per_core_s": total / spent, "wall_s": wall})
-    server.terminate()
-    server.wait()
+    return rows
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=400, help="tokens a stream")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="pace of the engine; 0: as fast as it can")
+    parser.add_argument("--thinking", action="store_true", help="measure reasoning instead of content")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--profile", help="file for a profile of the HTTP process (slows it down)")
+    parser.add_argument("--peer", metavar="PYTHON", help="measure vLLM's server instead, in that environment of its")
+    parser.add_argument("--peer-options", default="", help="more options of vLLM's server")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    server, port = start_peer(args) if args.peer else start(args)
+    try:
+        rows = measure(server, port, args)
+    finally:
+        server.terminate()
+        server.wait()
     best = min(rows, key=lambda row: row["us_per_token"])
     result = {
-        "streams": args.streams, "tokens": args.tokens, "step_ms": args.step_ms, "runs": rows, "best": best,
+        "server": "vllm" if args.peer else "k3stack", "streams": args.streams, "tokens": args.tokens,
+        "step_ms": args.step_ms, "runs": rows, "best": best,
         "python": platform.python_version(), "machine": platform.processor() or platform.machine(),
     }  # fmt: skip
     if args.json:

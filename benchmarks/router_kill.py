@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -36,6 +37,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.scripted_worker import expected  # noqa: E402
 
 TOKENS, STEP_MS, FROZEN_S = 60, 20.0, 1.5
+LATE = 16
+"""Requests of their own texts that come while a worker is frozen."""
 WORDS = "state page block arena snapshot cache row token step queue prefix tree route expert chunk target".split()
 MODULES = {"sglang-router": "sglang_router.launch_router", "smg": "smg.launch_router"}
 
@@ -115,8 +118,10 @@ class Answer:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, rid: str) -> Answer:
-    """One streaming request. It begins with one of eight texts, so that a router by prefix uses both workers."""
-    prefix = " ".join(random.Random(int(rid[-3:]) % 8).choices(WORDS, k=60))
+    """One streaming request. It begins with one of eight texts (a late one with its own), so that a router by prefix
+    uses both workers."""
+    text = rid if rid.startswith("late") else int(rid[-3:]) % 8
+    prefix = " ".join(random.Random(text).choices(WORDS, k=60))
     body = {"model": "scripted", "messages": [{"role": "user", "content": f"{prefix} {rid}"}], "stream": True}
     answer = Answer(rid, time.monotonic())
     try:
@@ -217,7 +222,8 @@ async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "--health-success-threshold",
         "1",
     ]
-    with open(folder / "router.log", "w") as router_log:
+    async with contextlib.AsyncExitStack() as closing:
+        router_log = closing.enter_context(open(folder / "router.log", "w"))  # noqa: SIM115  closed by the stack
         router = None
         try:
             for worker in workers:
@@ -228,18 +234,24 @@ async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             )
             await wait_ready(url, 2)
 
+            late: list[asyncio.Task[Answer]] = []
+
+            session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120))
+            closing.push_async_callback(session.close)
+
             async def kill() -> float:
-                async with aiohttp.ClientSession() as session:
-                    open_on = [await worker.open(session) for worker in workers]
+                open_on = [await worker.open(session) for worker in workers]
                 if open_on[1] > open_on[0]:
                     workers.reverse()
                 pid = workers[0].victim(args.kill)
                 os.kill(pid, signal.SIGSTOP)
+                late.extend(asyncio.create_task(ask(session, url, f"late-{i:03d}")) for i in range(LATE))
                 await asyncio.sleep(FROZEN_S)
                 os.kill(pid, signal.SIGKILL)
                 return time.monotonic()
 
             answers, killed = await load(url, "kill", args.requests, args.concurrency, kill)
+            answers += await asyncio.gather(*late)
             if args.kill == "worker":
                 workers.append(Worker(workers[0].port, logs[2]))
                 workers[2].wait_until_up()
