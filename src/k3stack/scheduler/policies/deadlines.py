@@ -42,17 +42,34 @@ def in_time(prompts: Sequence[Prompt], start: float, stretch: float) -> list[Pro
     return [prompts[i] for i in sorted(-i for _, i in kept)]
 
 
+def all_in_time(prompts: Sequence[Prompt], start: float, stretch: float) -> bool:
+    """Whether all of ``prompts``, which come by deadline, have not begun, are of one priority and can be in time: the
+    plain case, and the usual one."""
+    t = start
+    for p in prompts:
+        entry = p.entry
+        if t + p.seconds > p.due or entry.phase is not Phase.WAITING:
+            return False
+        if entry.request.priority != prompts[0].entry.request.priority:
+            return False
+        t += p.seconds * stretch
+    return True
+
+
 def in_order(prompts: Sequence[Prompt], start: float, stretch: float) -> tuple[list[Prompt], set[int]]:
     """The order to compute ``prompts`` in, and the ``order`` of those that are to be on time.
 
     A higher priority before a lower one. In each, those already begun that can be on time, the others that can by
     deadline, those begun, the rest by arrival.
     """
+    prompts = sorted(prompts)
+    if all_in_time(prompts, start, stretch):
+        return prompts, {p.order for p in prompts}
     result: list[Prompt] = []
     on_time: set[int] = set()
     t = start
     levels: dict[int, list[Prompt]] = {}
-    for p in sorted(prompts):
+    for p in prompts:
         levels.setdefault(p.entry.request.priority, []).append(p)
     for priority in sorted(levels, reverse=True):
         level = levels[priority]

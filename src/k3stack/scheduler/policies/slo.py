@@ -29,7 +29,7 @@ INF = float("inf")
 CONSIDERED = 32
 """Waiting requests not known to be late that are put in order each time: more could hardly all be on time."""
 CONSIDERED_A_ROW = 4
-"""The same for each free row and the next one: with few rows to give, a choice among more is not worth its time."""
+"""The same for each free row: with few to give, a choice among more is not worth its time."""
 GUARDED = 64
 """Waiting requests, in the order of their turn, that the guard looks at."""
 GUARD_EARLY = 0.7
@@ -106,6 +106,8 @@ class Slo:
     def decide(self, view: View) -> Decision:
         waiting, prefilling = view.waiting, view.prefilling
         if not prefilling and not view.could_start:
+            if waiting:
+                self._prepare(view)
             return DECODE
         self._lessons = LESSONS
         now = view.now
@@ -137,7 +139,7 @@ class Slo:
         if first:
             columns = zip((slack, pace, outputs, left), np.array(first).T, strict=True)
             slack, pace, outputs, left = [np.concatenate(pair) for pair in columns]
-        return Streams(start, load, step, slack, pace, outputs, left, self._answers(view), self.options)
+        return Streams(start, load, step, slack, pace, outputs, left, lambda: self._answers(view), self.options)
 
     def _answers(self, view: View) -> Answers:
         """What is known of the lengths of answers; made anew only when another has ended."""
@@ -149,6 +151,8 @@ class Slo:
     def _worth(self, prompt: Prompt, streams: Streams, chunk: int) -> bool:
         """Waiting for room would make ``prompt`` late, and few streams are to be feared for if it is begun now."""
         seconds = self._seconds(streams.load, min(prompt.left, chunk), len(prompt.entry.ids) - prompt.left)
+        if seconds <= streams.room:
+            return False
         later = streams.start + streams.wait(seconds)
         return later + prompt.seconds > prompt.due and streams.risk(seconds) < self.options.risk
 
@@ -162,7 +166,7 @@ class Slo:
             self._late, self._late_since = set(), now
         entries = list(view.prefilling)
         levels = set()
-        most = len(entries) + min(CONSIDERED, CONSIDERED_A_ROW * (view.free_rows + 1))
+        most = len(entries) + min(CONSIDERED, CONSIDERED_A_ROW * max(1, view.free_rows))
         for entry in view.waiting:
             if entry.rid in self._late:
                 if entry.request.priority in levels:
@@ -177,15 +181,29 @@ class Slo:
         self._late.update([p.entry.rid for p in prompts if start + p.seconds > p.due])
         return order, on_time
 
-    def _prompt(self, view: View, entry: Entry, step: float) -> Prompt:
+    def _prepare(self, view: View) -> None:
+        """While all rows are taken: of those next in turn, the first that nothing is known of yet."""
+        for entry in view.waiting[:CONSIDERED_A_ROW]:
+            if entry.rid not in self._seconds_of:
+                self._predicted(view, entry)
+                return
+
+    def _predicted(self, view: View, entry: Entry) -> tuple[int, float, float]:
+        """Tokens left of a prompt, when predicted, and the seconds it takes by itself."""
         known = self._seconds_of.get(entry.rid)
-        if known is None or view.now - known[1] > PREDICT_S or entry.phase is not Phase.WAITING:
-            left = view.uncached(entry)
-            if known is None or known[0] != left or view.now - known[1] > PREDICT_S:
-                if len(self._seconds_of) > 4 * len(view.waiting) + 100:
-                    self._seconds_of.clear()
-                known = left, view.now, self._prompt_seconds(len(entry.ids) - left, left, view.chunk_tokens)
-                self._seconds_of[entry.rid] = known
+        fresh = known is not None and view.now - known[1] <= PREDICT_S
+        if known is not None and fresh and entry.phase is Phase.WAITING:
+            return known
+        left = view.uncached(entry)
+        if known is None or not fresh or known[0] != left:
+            if len(self._seconds_of) > 4 * len(view.waiting) + 100:
+                self._seconds_of.clear()
+            known = left, view.now, self._prompt_seconds(len(entry.ids) - left, left, view.chunk_tokens)
+            self._seconds_of[entry.rid] = known
+        return known
+
+    def _prompt(self, view: View, entry: Entry, step: float) -> Prompt:
+        left, _, seconds = self._predicted(view, entry)
         due = entry.first_due - self.options.outside_s
         if entry.request.whole:
             # Its last token counts: while it decodes faster than its pace it makes up for a late start.
@@ -193,7 +211,7 @@ class Slo:
             due += answer * max(0.0, entry.pace - step)
         elif entry.first_at is not None and entry.due0 < INF:
             due = entry.due0 + entry.pace * len(entry.ids)  # it was preempted, and its next token is due
-        return Prompt(due, entry.order, known[2], known[0], entry)
+        return Prompt(due, entry.order, seconds, left, entry)
 
     def _prompt_seconds(self, prefix: int, left: int, chunk: int) -> float:
         """Steps of a prompt by itself: ``left`` tokens after ``prefix``."""

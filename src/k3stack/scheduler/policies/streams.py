@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
@@ -45,7 +46,7 @@ class Streams:
     """Those with a schedule, as they will be at ``start``, one an array element.
 
     ``slack``: seconds that the next token may come after ``start``; ``pace``: seconds a token; ``outputs``: tokens so
-    far; ``left``: tokens until its limit.
+    far; ``left``: tokens until its limit; ``answers`` is asked only where it matters.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Streams:
         pace: Floats,
         outputs: Floats,
         left: Floats,
-        answers: Answers,
+        answers: Callable[[], Answers],
         options: SloOptions,
     ) -> None:
         self.start = start
@@ -68,11 +69,13 @@ class Streams:
         if told:
             # What counts is the last token: until then each step wins some slack.
             slack = slack + np.maximum(left - 1, 0.0) * np.maximum(pace - step, 0.0)
-        # A stream that lags by more than it can be expected to make up again is given up.
-        expected = 0.0 if told else answers.mean
-        if len(slack) and slack.min() <= 0.0:
+        least = float(slack.min()) if len(slack) else INF
+        if least <= 0.0:
+            # A stream that lags by more than it can be expected to make up again is given up.
+            expected = 0.0 if told else answers().mean
             saved = slack > -expected * np.maximum(pace - step, 0.0)
             slack, pace, outputs = slack[saved], pace[saved], outputs[saved]
+            least = float(slack.min()) if len(slack) else INF
         self.slack, self._pace = slack, pace
         self._outputs = outputs
         self._answers = answers
@@ -82,7 +85,7 @@ class Streams:
         self.stretch = 1.0
         """By how much the streams' needs stretch the time that prompts take."""
         if len(self.slack):
-            self.room = float(self.slack.min()) - (0.0 if options.mixed else step)
+            self.room = least - (0.0 if options.mixed else step)
             self.stretch = 1.0 / (1.0 - min(step / float(pace.min()), MOST_DECODE))
 
     @cached_property
@@ -102,4 +105,4 @@ class Streams:
         behind = np.maximum(seconds - self.slack, 0.0) / self.gain
         if self._told:
             return float((behind > 0).sum())
-        return float(self._answers.ends_within(self._outputs, behind)[behind > 0].sum())
+        return float(self._answers().ends_within(self._outputs, behind)[behind > 0].sum())
