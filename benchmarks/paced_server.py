@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 from bisect import insort
 from dataclasses import dataclass, field
 from typing import cast
@@ -24,6 +23,9 @@ HEAD = (
 OPEN = (
     b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1,"model":"paced","choices":'
 )
+
+GOLDEN = 0.6180339887
+"""Its multiples, modulo 1, spread evenly in any stretch of them: runs of the same length see the same delays."""
 
 
 def frame(body: bytes) -> bytes:
@@ -58,7 +60,7 @@ class Pacer:
     first_s: float
     gap_s: float
     spread_s: float = 0.0
-    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    answers: int = 0
     queue: list[tuple[float, int, Answer]] = field(default_factory=list)
     number: int = 0
     done: list[tuple[float, float]] = field(default_factory=list)
@@ -66,7 +68,9 @@ class Pacer:
     def start(self, transport: asyncio.Transport, tokens: int, prompt: int) -> None:
         now = asyncio.get_running_loop().time()
         transport.write(HEAD)
-        self._put(Answer(transport, tokens, prompt, now, now + self.first_s + self.spread_s * self.rng.random()))
+        self.answers += 1
+        spread = self.spread_s * (self.answers * GOLDEN % 1.0)
+        self._put(Answer(transport, tokens, prompt, now, now + self.first_s + spread))
 
     def _put(self, answer: Answer) -> None:
         self.number += 1
