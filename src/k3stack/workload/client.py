@@ -135,11 +135,17 @@ class LoadClient:
                 if left < 0:
                     return
                 if turn.messages is None:
-                    self._prepared[s.sid, k] = self._text.make(s.sid, k, turn.new_tokens)
+                    self._prepared[s.sid, k] = self._new_text(s, k)
 
     def _prompt(self, s: Session, k: int) -> str:
         prepared = self._prepared.pop((s.sid, k), None)
-        return self._text.make(s.sid, k, s.turns[k].new_tokens) if prepared is None else prepared
+        return self._new_text(s, k) if prepared is None else prepared
+
+    def _new_text(self, s: Session, k: int) -> str:
+        turn = s.turns[k]
+        if turn.blocks is not None:
+            return self._text.from_blocks(turn.blocks, turn.block_tokens, turn.new_tokens)
+        return self._text.make(s.sid, k, turn.new_tokens)
 
     async def _drive(self, workload: Workload, on_progress: Callable[[Record], None] | None) -> None:
         async with asyncio.TaskGroup() as group:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from k3stack.errors import UserError
 
@@ -43,5 +43,20 @@ class TextMaker:
         words = round((tokens - self._overhead) / (self._per_word or 1.0))
         return self._text(random.Random(f"{self._seed} {session} {turn}"), max(words, 1))
 
+    def from_blocks(self, blocks: Sequence[int], block_tokens: int, tokens: int) -> str:
+        """Text for a trace that ships hashes of blocks: the same block has the same words, wherever it comes, so that
+        prompts share what they shared when they were recorded. The last block may be cut."""
+        per_word = self._per_word or 1.0
+        words: list[str] = []
+        for block in blocks:
+            words += self._words_of(random.Random(f"{self._seed} block {block}"), round(block_tokens / per_word))
+        wanted = max(round((tokens - self._overhead) / per_word), 1)
+        if len(words) < wanted:
+            words += self._words_of(random.Random(f"{self._seed} {tokens} {blocks[-1:]}"), wanted - len(words))
+        return " ".join(words[:wanted])
+
+    def _words_of(self, rng: random.Random, words: int) -> list[str]:
+        return rng.choices(self._words, k=words)
+
     def _text(self, rng: random.Random, words: int) -> str:
-        return " ".join(rng.choices(self._words, k=words))
+        return " ".join(self._words_of(rng, words))

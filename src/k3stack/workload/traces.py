@@ -6,16 +6,17 @@ The format is told by the content, not by the name. Token counts of text without
 
 from __future__ import annotations
 
-import csv
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from k3stack.errors import UserError
 from k3stack.workload.records import read_records
 from k3stack.workload.sessions import Session, Turn, Workload
+from k3stack.workload.trace_rows import Row, csv_rows, json_array, json_lines, parquet_rows
 
 CHARS_PER_TOKEN = 4.0
 DEFAULT_ANSWER = 256
@@ -56,93 +57,86 @@ def _limited(items: Iterable[Session], limit: int | None) -> Iterator[Session]:
 
 
 def _sessions(file: Path, count: Count) -> Iterator[Session]:
+    head = b"" if file.suffix == ".parquet" else file.open("rb").read(4096).lstrip()
+    first = head.split(b"\n", 1)[0]
     if file.suffix == ".parquet":
-        yield from _from_rows(_parquet_rows(file), file, count)
+        rows = parquet_rows(file)
+    elif head.startswith(b"["):
+        rows = json_array(file)
+    elif b'"k3stack_records"' in first:
+        yield from _from_records(file)
         return
-    head = file.open("rb").read(4096).lstrip()
-    if head.startswith(b"["):
-        rows = json.loads(file.read_text())
-        yield from _from_rows(((i + 1, r) for i, r in enumerate(rows)), file, count)
     elif head.startswith(b"{"):
-        if b'"k3stack_records"' in head.split(b"\n", 1)[0]:
-            yield from _from_records(file)
-        else:
-            yield from _from_rows(_json_lines(file), file, count)
-    elif b"ContextTokens" in head.split(b"\n", 1)[0]:
-        yield from _azure(file)
+        rows = json_lines(file)
+    elif b"ContextTokens" in first:
+        rows = csv_rows(file)
     else:
         raise UserError(
-            f"{file}: unknown trace format; known: message logs (JSON lines, JSON, parquet), Mooncake (JSON lines), "
-            "Azure LLM inference (CSV), ShareGPT (JSON), records of `k3 bench` or `k3 simulate`",
+            f"{file}: unknown trace format{'' if head else ', the file is empty'}; known: message logs (JSON lines, "
+            "JSON, parquet), Mooncake (JSON lines), Azure LLM inference (CSV), ShareGPT (JSON), records of `k3 bench` "
+            "or `k3 simulate`",
             param="workload",
         )
+    for sid, row in enumerate(rows):
+        session = _session(row, sid, count)
+        if session is not None:
+            yield session
 
 
-def _json_lines(file: Path) -> Iterator[tuple[int, Any]]:
-    with file.open() as f:
-        for number, line in enumerate(f, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as e:
-                raise UserError(f"{file}: line {number} is not JSON ({e.msg})", param="workload") from None
+def _session(row: Row, sid: int, count: Count) -> Session | None:
+    """A row of any of the formats; None where it holds no call."""
+    values = row.values
+    if "input_length" in values:
+        return _mooncake(row, sid)
+    if "ContextTokens" in values:
+        return _azure(row, sid)
+    for name in ("body", "request"):  # a batch file's request, a proxy's log
+        if isinstance(values.get(name), Mapping) and "messages" in values[name]:
+            row = Row(row.file, f"{row.place}, {name}", {**values, **values[name]})
+    for name in ("messages", "conversations", "conversation"):
+        if name in row.values:
+            return _messages(row, name, sid, count)
+    raise row.wrong(
+        f"it has the fields {', '.join(sorted(map(str, values))[:8])}; expected 'messages', 'conversations', "
+        "'input_length' and 'output_length', or 'ContextTokens' and 'GeneratedTokens'"
+    )
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise UserError(f"{file}: reading parquet needs pyarrow (pip install pyarrow)", param="workload") from None
-    number = 0
-    for batch in pq.ParquetFile(file).iter_batches(batch_size=256):
-        for row in batch.to_pylist():
-            number += 1
-            yield number, row
+def _mooncake(row: Row, sid: int) -> Session:
+    at = row.number("timestamp") / 1000 if "timestamp" in row.values else 0.0
+    hashes = row.values.get("hash_ids") or ()
+    if not isinstance(hashes, (list, tuple)) or not all(isinstance(i, int) for i in hashes):
+        raise row.wrong(f"hash_ids is {str(hashes)[:40]!r}; a list of whole numbers is expected")
+    turn = Turn(
+        new_tokens=max(row.whole("input_length"), 1),
+        output_tokens=max(row.whole("output_length"), 1),
+        blocks=tuple(hashes) or None,
+    )
+    return Session(sid=sid, arrival_s=at, turns=(turn,))
 
 
-def _from_rows(rows: Iterable[tuple[int, Any]], file: Path, count: Count) -> Iterator[Session]:
-    for number, row in rows:
-        if not isinstance(row, Mapping):
-            raise UserError(f"{file}: row {number} is not an object", param="workload")
-        if "input_length" in row and "output_length" in row:
-            yield _mooncake(row, file, number)
-        elif "messages" in row or "conversations" in row or "conversation" in row:
-            session = _messages(row, file, number, count)
-            if session is not None:
-                yield session
-        else:
-            raise UserError(
-                f"{file}: row {number} has the fields {sorted(row)[:8]}; expected 'messages', 'conversations', or "
-                "'input_length' and 'output_length'",
-                param="workload",
-            )
-
-
-def _mooncake(row: Mapping[str, Any], file: Path, number: int) -> Session:
-    try:
-        prompt, answer = int(row["input_length"]), int(row["output_length"])
-        at = float(row.get("timestamp", 0)) / 1000
-        blocks = tuple(int(i) for i in row.get("hash_ids", ())) or None
-    except (TypeError, ValueError) as e:
-        raise UserError(f"{file}: row {number}: {e}", param="workload") from None
-    turn = Turn(new_tokens=max(prompt, 1), output_tokens=max(answer, 1), blocks=blocks)
-    return Session(sid=number, arrival_s=at, turns=(turn,))
+def _azure(row: Row, sid: int) -> Session:
+    turn = Turn(
+        new_tokens=max(row.whole("ContextTokens"), 1),
+        output_tokens=max(row.whole("GeneratedTokens"), 1),
+    )
+    if "TIMESTAMP" not in row.values:
+        raise row.wrong("the field 'TIMESTAMP' is missing")
+    return Session(sid=sid, arrival_s=_seconds(row, "TIMESTAMP"), turns=(turn,))
 
 
 _SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"}
 
 
-def _messages(row: Mapping[str, Any], file: Path, number: int, count: Count) -> Session | None:
-    """A log row becomes a session: one turn for each assistant message, or one call if none is recorded."""
-    raw = row.get("messages") or row.get("conversations") or row.get("conversation")
+def _messages(row: Row, name: str, sid: int, count: Count) -> Session | None:
+    """A log row becomes a session: one turn for each assistant message, and a call that its log has no answer to."""
+    raw = row.decoded(name)
     if not isinstance(raw, list) or not all(isinstance(m, Mapping) for m in raw):
-        raise UserError(f"{file}: row {number}: messages must be a list of objects", param="workload")
-    messages = [_message(m) for m in raw]
-    tools = row.get("tools")
+        raise row.wrong(f"{name} is {str(raw)[:40]!r}; a list of messages is expected")
+    messages = [_message(row, f"{name}[{i}]", m) for i, m in enumerate(raw)]
+    tools = row.decoded("tools")
     tools = tuple(tools) if isinstance(tools, list) and tools else None
-    base = count(json.dumps(tools)) if tools else 0
-    turns, size = [], base
+    turns, size = [], count(json.dumps(tools)) if tools else 0
     for i, message in enumerate(messages):
         text = _text(message)
         if message["role"] == "assistant" and i > 0:
@@ -157,18 +151,24 @@ def _messages(row: Mapping[str, Any], file: Path, number: int, count: Count) -> 
             )
         size += count(text)
     if messages and messages[-1]["role"] != "assistant":
-        answer = int(row.get("output_tokens") or row.get("max_tokens") or DEFAULT_ANSWER)
-        turns.append(Turn(new_tokens=max(size, 1), output_tokens=max(answer, 1), messages=tuple(messages), tools=tools))
+        asked = [key for key in ("output_tokens", "max_tokens", "max_completion_tokens") if row.values.get(key)]
+        answer = row.whole(asked[0], low=1) if asked else DEFAULT_ANSWER
+        turns.append(Turn(new_tokens=max(size, 1), output_tokens=answer, messages=tuple(messages), tools=tools))
     if not turns:
         return None
-    return Session(sid=number, arrival_s=_time(row, file, number), turns=tuple(turns))
+    times = [key for key in ("timestamp", "created", "created_at") if row.values.get(key) is not None]
+    return Session(sid=sid, arrival_s=_seconds(row, times[0]) if times else 0.0, turns=tuple(turns))
 
 
-def _message(m: Mapping[str, Any]) -> dict[str, Any]:
+def _message(row: Row, place: str, m: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as a server takes it: ShareGPT's names turned into ours, members that say nothing left out."""
     if "from" in m:
-        return {"role": _SHAREGPT_ROLES.get(str(m["from"]), "system"), "content": str(m.get("value", ""))}
-    # Parquet rows carry every column of the schema; members that were absent come back as None.
-    return {k: v for k, v in m.items() if v is not None}
+        if not isinstance(m.get("value"), str):
+            raise row.wrong(f"{place} has no text in 'value'")
+        return {"role": _SHAREGPT_ROLES.get(str(m["from"]), "system"), "content": m["value"]}
+    if not isinstance(m.get("role"), str):
+        raise row.wrong(f"{place} has no 'role'; it has {', '.join(map(str, m)) or 'nothing'}")
+    return {k: v for k, v in m.items() if v is not None and not (k == "tool_calls" and not v)}
 
 
 def _text(message: Mapping[str, Any]) -> str:
@@ -179,34 +179,18 @@ def _text(message: Mapping[str, Any]) -> str:
     return str(message.get("reasoning_content") or "") + str(content or "") + (json.dumps(calls) if calls else "")
 
 
-def _time(row: Mapping[str, Any], file: Path, number: int) -> float:
-    value = row.get("timestamp", row.get("created", 0.0))
-    if value is None:
-        return 0.0
-    if isinstance(value, datetime):
-        return value.timestamp()
-    if isinstance(value, (int, float)):
-        return float(value)
+def _seconds(row: Row, name: str) -> float:
+    """A point in time: seconds, or a date and time, of which those without a zone are taken as UTC."""
+    value = row.values[name]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return row.number(name)
+    # The published Azure files have seven fractional digits; Python's parser takes six.
+    text = re.sub(r"(\.\d{6})\d+", r"\1", str(value))
     try:
-        return datetime.fromisoformat(str(value)).timestamp()
+        found = value if isinstance(value, datetime) else datetime.fromisoformat(text)
     except ValueError:
-        raise UserError(f"{file}: row {number}: timestamp {value!r} is not a time", param="workload") from None
-
-
-def _azure(file: Path) -> Iterator[Session]:
-    with file.open(newline="") as f:
-        for number, row in enumerate(csv.DictReader(f), start=2):
-            try:
-                # Seven fractional digits in the published files; Python's parser takes six.
-                stamp, _, fraction = row["TIMESTAMP"].partition(".")
-                at = datetime.fromisoformat(stamp).timestamp() + float("0." + (fraction[:7].strip("+-:Z ") or "0"))
-                turn = Turn(
-                    new_tokens=max(int(row["ContextTokens"]), 1),
-                    output_tokens=max(int(row["GeneratedTokens"]), 1),
-                )
-            except (KeyError, TypeError, ValueError) as e:
-                raise UserError(f"{file}: line {number}: {e}", param="workload") from None
-            yield Session(sid=number, arrival_s=at, turns=(turn,))
+        raise row.wrong(f"{name} is {value!r}; a time is expected") from None
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
 
 
 def _from_records(file: Path) -> Iterator[Session]:

@@ -13,6 +13,7 @@ from k3stack.workload import synthetic
 from k3stack.workload.choose import WorkloadSpec, build_workload
 from k3stack.workload.lengths import arrival_times, lognormal, truncated_exponential
 from k3stack.workload.records import Record, read_records, write_records
+from k3stack.workload.text import TextMaker
 from k3stack.workload.traces import read_trace
 
 
@@ -104,6 +105,43 @@ def test_parquet_message_log(tmp_path: Path) -> None:
     assert (session.turns[0].new_tokens, session.turns[0].output_tokens) == (10, 2)
 
 
+def test_messages_and_tools_as_strings_of_json(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "x" * 40}]},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "user", "content": "more"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    rows = [{"messages": json.dumps(messages), "tools": json.dumps(tools), "created_at": "2025-05-01T00:00:00"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "log.parquet")
+    first, second = read_trace(tmp_path / "log.parquet").sessions[0].turns
+    assert first.tools == tuple(tools) and not first.tool_call
+    assert second.messages is not None and second.messages[1] == {"role": "assistant"}
+
+
+def test_a_batch_file_is_read_by_its_bodies(tmp_path: Path) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x" * 40}], "max_tokens": 77}
+    (tmp_path / "b.jsonl").write_text(json.dumps({"custom_id": "a", "method": "POST", "body": body}) + "\n")
+    (turn,) = read_trace(tmp_path / "b.jsonl").sessions[0].turns
+    assert (turn.new_tokens, turn.output_tokens) == (10, 77)
+
+
+def test_times_with_and_without_a_zone(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    rows = ["2024-05-10 00:00:00.0099307,5,6", "2024-05-10 00:00:01+00:00,5,6", "2024-05-10 02:00:02.5+02:00,5,6"]
+    file.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    assert [round(s.arrival_s, 3) for s in read_trace(file).sessions] == [0.0, 0.99, 2.49]
+
+
+def test_blocks_that_are_shared_are_the_same_words() -> None:
+    text = TextMaker(seed=3, tokens_per_word=2.0)
+    one, two = (text.from_blocks(blocks, 512, 1_200).split() for blocks in ((7, 8, 9), (7, 8, 11)))
+    assert len(one) == len(two) == 600
+    assert one[:512] == two[:512] and one[512:] != two[512:]
+
+
 def test_other_formats(tmp_path: Path) -> None:
     mooncake = tmp_path / "m.jsonl"
     mooncake.write_text('{"timestamp": 2000, "input_length": 1000, "output_length": 10, "hash_ids": [1, 2]}\n')
@@ -127,11 +165,32 @@ def test_other_formats(tmp_path: Path) -> None:
     ("name", "text", "needle"),
     [
         ("x.jsonl", '{"messages": [}\n', "line 1 is not JSON"),
-        ("x.jsonl", '{"prompt": "a"}\n', "row 1 has the fields"),
-        ("x.jsonl", '{"messages": "hi"}\n', "list of objects"),
+        ("x.jsonl", '{"prompt": "a"}\n', "line 1: it has the fields prompt"),
+        ("x.jsonl", '{"messages": "hi"}\n', "line 1: messages is a string that is not JSON"),
         ("x.txt", "hello", "unknown trace format"),
         ("x.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nnever,1,2\n", "line 2"),
-        ("x.jsonl", '{"messages": [{"role": "user", "content": "x"}], "timestamp": "soon"}', "is not a time"),
+        (
+            "x.jsonl",
+            '{"messages": [{"role": "user", "content": "x"}], "timestamp": "soon"}',
+            "line 1: timestamp is .soon.",
+        ),
+        ("x.jsonl", '{"messages": [{"content": "x"}]}', r"messages\[0\] has no 'role'; it has content"),
+        ("x.jsonl", '{"messages": [{"role": "user", "content": "x"}], "max_tokens": "lots"}', "max_tokens is 'lots'"),
+        ("x.jsonl", '{"messages": "[1"}', "messages is a string that is not JSON"),
+        (
+            "x.jsonl",
+            '{"input_length": 5, "output_length": 2}\n{"input_length": 5}',
+            "line 2: the field 'output_length'",
+        ),
+        ("x.jsonl", '{"input_length": 5, "output_length": -2}', "output_length is -2; it must be at least 0"),
+        ("x.jsonl", '{"input_length": 5, "output_length": 2, "hash_ids": "a"}', "hash_ids is 'a'"),
+        ("x.json", '[{"conversations": [}]', "not JSON .*column 21"),
+        ("x.json", '[{"conversations": [{"from": "gpt"}]}]', r"entry 1: conversations\[0\] has no text in 'value'"),
+        ("x.json", "[3]", "entry 1 is int, not an object"),
+        ("x.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01,a,2\n", "line 2: ContextTokens is 'a'"),
+        ("x.csv", "TIMESTAMP,ContextTokens\n2024-01-01,1\n", "line 2: the field 'GeneratedTokens' is missing"),
+        ("x.jsonl", "", "the file is empty"),
+        ("x.parquet", "hello", "not readable as parquet"),
     ],
 )
 def test_broken_traces_name_the_place(tmp_path: Path, name: str, text: str, needle: str) -> None:
