@@ -107,10 +107,11 @@ def _print_comparison(results: Mapping[str, tuple[SimResult, list[Any]]], args: 
     from rich.table import Table
 
     table = Table(title=f"{args.workload}, {args.engine}, {_policy(args)}", title_justify="left")
-    for column in rows[0]:
-        table.add_column(column.replace("_", " "), justify="left" if column == "scenario" else "right")
+    table.add_column("")
     for row in rows:
-        table.add_row(*(_cell(v) for v in row.values()))
+        table.add_column(row["scenario"], justify="right")
+    for field in list(rows[0])[1:]:
+        table.add_row(field.replace("_", " "), *(_cell(row[field]) for row in rows))
     Console(file=sys.stdout).print(table)
     print(answer)
     if args.png or args.html:
@@ -139,6 +140,8 @@ def _draw(results: Mapping[str, tuple[SimResult, list[Any]]], args: argparse.Nam
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} {v:.2f}" for k, v in value.items())
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 

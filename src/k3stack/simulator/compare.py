@@ -18,7 +18,10 @@ def compare(summaries: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
             "ttft_p99_s": s["ttft_s"]["p99"],
             "tpot_p50_ms": s["tpot_ms"]["p50"],
             "tpot_p99_ms": s["tpot_ms"]["p99"],
-            "device_busy_share": s["device_busy_share"],
+            "missed_first_token": s["missed"]["first_token"],
+            "missed_pace": s["missed"]["pace"],
+            "missed_whole": s["missed"]["whole"],
+            "busy_share": s["busy_share_by_role"],
             "max_running": s["max_running"],
             "binding": s["binding"],
         }
@@ -38,14 +41,24 @@ def explain(rows: list[dict[str, Any]]) -> str:
         claim = f"{best['scenario']} sustains {best['sustained_rate']:.3g} requests/s within the target"
     else:
         claim = f"{best['scenario']} serves {100 * (best['share_within_target'] or 0):.1f} % within the target"
-    reasons = []
+    reasons = [_what(best)]
     for row in rows[1:]:
         if row["sustained_rate"] is not None:
             gap = f"{row['sustained_rate']:.3g} requests/s"
         else:
             gap = f"{100 * (row['share_within_target'] or 0):.1f} %"
-        late = (row["ttft_p99_s"] or 0) / max(best["ttft_p99_s"] or 0, 1e-9)
-        slow = (row["tpot_p50_ms"] or 0) / max(best["tpot_p50_ms"] or 0, 1e-9)
-        cause = "its first tokens come later" if late >= slow else "its tokens take longer"
-        reasons.append(f"{row['scenario']}: {gap} ({cause}; binds: {row['binding']})")
-    return claim + ("; " + "; ".join(reasons) if reasons else "") + "."
+        reasons.append(f"{row['scenario']}: {gap}; {_what(row)}")
+    return f"{claim} ({reasons[0]})" + "".join(f". {r}" for r in reasons[1:]) + "."
+
+
+def _what(row: Mapping[str, Any]) -> str:
+    """What misses the target there, how busy its servers are, and what binds."""
+    kinds = {
+        "missed_first_token": "first tokens",
+        "missed_pace": "tokens after the first",
+        "missed_whole": "tool calls",
+    }
+    worst = max(kinds, key=lambda k: row[k])
+    missed = f"what is late are mostly {kinds[worst]}" if row[worst] else "nothing is late"
+    busy = ", ".join(f"{role} {100 * share:.0f} %" for role, share in row["busy_share"].items())
+    return f"{missed}; busy: {busy}; binds: {row['binding']}"

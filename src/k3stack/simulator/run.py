@@ -10,10 +10,12 @@ from k3stack.scheduler.clock import VirtualClock
 from k3stack.simulator.build import Builder, SimSettings
 from k3stack.simulator.events import EventQueue
 from k3stack.simulator.scenario import Scenario
+from k3stack.simulator.server import SimServer
 from k3stack.simulator.traffic import Traffic
 from k3stack.workload.records import Record
 from k3stack.workload.report import summarize
 from k3stack.workload.sessions import Workload
+from k3stack.workload.target import Target
 
 GRACE_S = 600.0
 """After the last arrival, so long is waited for what still runs; then the run is cut and the rest counts as misses."""
@@ -57,12 +59,14 @@ def simulate(scenario: Scenario, workload: Workload, settings: SimSettings, *, t
         duration_s=workload.duration_s,
         window_s=workload.window_s,
         max_running=max(s.peak_running for s in deployment.servers),
-        binding=_binding(traffic.records, stats, deployment.servers),
+        binding=_binding(traffic.records, stats, deployment.servers, settings.target),
     )
     summary["scenario"] = scenario.name
     summary["engine"], summary["policy"] = settings.engine, settings.policy
     summary["steps"] = sum(s.steps for s in deployment.servers)
     summary["device_busy_share"] = _busy(deployment.servers, summary["elapsed_s"])
+    summary["busy_share_by_role"] = {k: _busy(v, summary["elapsed_s"]) for k, v in _roles(deployment.servers).items()}
+    summary["missed"] = _missed(traffic.records, settings.target)
     summary["accept_length"] = _accepted(builder)
     summary["preempted"] = sum(s.scheduler.stats().preempted for s in deployment.servers)
     summary["efficiency"] = settings.efficiency or scenario.servers[0].efficiency or "measured"
@@ -75,7 +79,7 @@ def start_notes(scenario: Scenario, settings: SimSettings) -> list[str]:
     return Builder(scenario, settings, EventQueue(VirtualClock())).notes()
 
 
-def _busy(servers: list[Any], elapsed: float) -> float:
+def _busy(servers: list[SimServer], elapsed: float) -> float:
     return float(sum(s.executor.busy_s for s in servers) / max(len(servers) * elapsed, 1e-9))
 
 
@@ -84,11 +88,41 @@ def _accepted(builder: Builder) -> float | None:
     return sum(p.accepted for p in builder.prices) / verified if verified else None
 
 
-def _binding(records: list[Record], stats: list[MemoryStats], servers: list[Any]) -> str:
-    """What kept the run from doing more: rows, memory, the device's time, or nothing."""
+def _roles(servers: list[SimServer]) -> dict[str, list[SimServer]]:
+    roles: dict[str, list[SimServer]] = {}
+    for server in servers:
+        roles.setdefault(server.name.partition("-")[0], []).append(server)
+    return roles
+
+
+def _missed(records: list[Record], target: Target) -> dict[str, float]:
+    """Shares of the requests that missed the target: by their first token, by their pace after it, as tool calls that
+    were complete too late."""
+    measured = [r for r in records if not r.stream] or records
+    shares = {"first_token": 0, "pace": 0, "whole": 0}
+    for r in measured:
+        if target.met(r):
+            continue
+        late = r.ttft_s is None or r.ttft_s > target.ttft_s
+        shares["whole" if r.tool_call else "first_token" if late else "pace"] += 1
+    return {k: v / len(measured) for k, v in shares.items()}
+
+
+def _binding(records: list[Record], stats: list[MemoryStats], servers: list[SimServer], target: Target) -> str:
+    """What kept the run from doing more: rows, memory, the time of some kind of server, what is late, or nothing.
+
+    Decode servers are busy whenever a stream runs: that says nothing, whether their steps keep the pace does.
+    """
     if any(s.peak_running >= s.scheduler.options.max_running for s in servers):
         return "max_running_requests"
     if any(s.scheduler.stats().admission_waits for s in servers):
         return "memory"
     elapsed = max((r.finished_s or 0.0) for r in records)
-    return "device time" if _busy(servers, elapsed) > 0.9 else "nothing"
+    for role, members in _roles(servers).items():
+        if role != "decode" and _busy(members, elapsed) > 0.9:
+            return "device time" if role == "unified" else f"time of the {role} servers"
+    missed = _missed(records, target)
+    if sum(missed.values()) <= 1 - target.share:
+        return "nothing"
+    worst = max(missed, key=lambda k: missed[k])
+    return {"first_token": "time to first token", "pace": "time per token", "whole": "time of whole answers"}[worst]

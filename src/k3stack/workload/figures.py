@@ -14,6 +14,7 @@ from k3stack.workload.sustained import Point
 from k3stack.workload.target import Target
 
 GOOD, MISS, LINE, MUTED = "#2a7f62", "#c8553d", "#1f4e79", "#8a8f98"
+COLOURS = (LINE, GOOD, MISS, "#7a5195", "#ef9b20", "#4d4d4d")
 
 
 def _axes(width: float = 7.2, height: float = 3.4, columns: int = 1) -> tuple[Any, Any]:
@@ -90,21 +91,38 @@ def sustained_figure(curves: Mapping[str, Sequence[Point]], target: Target) -> A
     return figure
 
 
-def share_panels(panels: Mapping[str, Mapping[str, Sequence[Point]]], target: Target) -> Any:
+def share_panels(
+    panels: Mapping[str, Mapping[str, Sequence[Point]]], target: Target, *, label: str = "% within target"
+) -> Any:
     """The same side by side, one panel a title, with one legend: the same configurations in all."""
     figure, axes = _axes(3.4 * len(panels) + 0.4, 3.3, len(panels))
     for ax, (title, curves) in zip(axes if len(panels) > 1 else [axes], panels.items(), strict=True):
         _share_curves(ax, curves, target)
         ax.set_title(title, fontsize=10)
     first = axes[0] if len(panels) > 1 else axes
-    first.set_ylabel("% within target")
+    first.set_ylabel(label)
     first.legend(fontsize=8, frameon=False, loc="lower left")
+    return figure
+
+
+def share_and_first(
+    shares: Mapping[str, Sequence[Point]], firsts: Mapping[str, Sequence[tuple[float, float]]], target: Target
+) -> Any:
+    """Share within the target, and the 99th percentile of first tokens (rate, seconds), both against the rate."""
+    figure, (left, right) = _axes(9.6, 3.8, 2)
+    _share_curves(left, shares, target)
+    left.set(ylabel="% within target", title="Share within the target")
+    left.legend(fontsize=7, frameon=False, loc="lower left")
+    for i, (name, points) in enumerate(firsts.items()):
+        right.plot(*zip(*points, strict=True), "o-", color=COLOURS[i % 6], linewidth=1.5, markersize=4, label=name)
+    right.axhline(target.ttft_s, color=MUTED, linewidth=1, linestyle="--")
+    right.set(xlabel="requests a second", ylabel="s", title="First token, p99", yscale="log")
     return figure
 
 
 def _share_curves(ax: Any, curves: Mapping[str, Sequence[Point]], target: Target) -> None:
     for i, (name, points) in enumerate(curves.items()):
-        colour = (LINE, GOOD, MISS, "#7a5195", "#ef9b20", "#4d4d4d")[i % 6]
+        colour = COLOURS[i % 6]
         rates = [p.rate for p in points]
         ax.plot(rates, [100 * p.share for p in points], "o-", color=colour, linewidth=1.5, markersize=4, label=name)
         for p in points:
