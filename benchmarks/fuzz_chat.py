@@ -229,12 +229,13 @@ async def fuzz(base_url: str, requests: int, concurrency: int, seed: int, timeou
     return found
 
 
-def serve() -> tuple[subprocess.Popen[str], str]:
+def serve(*options: str) -> tuple[subprocess.Popen[str], str]:
     """A server on the built-in model and a free port."""
+    options = options or ("--arena-gib", "0.05", "--context-length", "2048")
     log = tempfile.NamedTemporaryFile("w+", prefix="k3-fuzz-", suffix=".log", delete=False)  # noqa: SIM115  the server's
     process = subprocess.Popen(
-        [sys.executable, "-m", "k3stack", "serve", "--model-path", "nano", "--port", "0", "--arena-gib", "0.05",
-         "--context-length", "2048", "--disable-request-log"],
+        [sys.executable, "-m", "k3stack", "serve", "--model-path", "nano", "--port", "0",
+         *options, "--disable-request-log"],
         cwd=ROOT, env={"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
         stderr=log, text=True,
     )  # fmt: skip

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from k3stack.chat.formats import REGEXES
 from k3stack.chat.guidance import problem_of
 from k3stack.errors import UserError
 
@@ -22,8 +23,8 @@ MAX_OPTIONAL = 400
 """Optional properties of one object. Each is a way for the grammar to go on after any one before it, and llguidance
 ends an output that has 2,000 such items (four for a property)."""
 
-FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
-"""Formats that are enforced inside JSON."""
+FORMATS = frozenset(REGEXES)
+"""Formats that are enforced (inside JSON by llguidance's own expressions)."""
 
 SPACES = r"[ \n\r\t]{1,40}"
 """Blanks between the parts of a JSON answer: enough to indent, too few to run away."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import llguidance
 
+from k3stack.chat.formats import REGEXES
 from k3stack.chat.jsontext import dumps
 from k3stack.chat.schema import ANNOTATIONS, Schema, check, json_rule, resolve, with_definitions
 from k3stack.chat.segments import Segment, close_tag, open_tag
@@ -136,6 +137,8 @@ class StrictArguments:
         least, most = schema.get("minLength", 0), schema.get("maxLength")
         if least or most is not None:
             terms.append(f"/(?s:.){{{least},{'' if most is None else most}}}/")
+        if (regex := REGEXES.get(str(schema.get("format")))) is not None:
+            terms.append("/" + regex.replace("/", r"\/") + "/")
         if "pattern" in schema:
             terms.append(f"/{whole_pattern(schema['pattern'], f'{path}.pattern')}/")
         if not terms:

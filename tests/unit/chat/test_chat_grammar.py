@@ -11,9 +11,11 @@ import jsonschema
 import pytest
 
 from k3stack.chat import Parsed, Tokenizer, encode, parse_ids, render
+from k3stack.chat.formats import REGEXES
 from k3stack.chat.grammar import PREFACE_CHARS, build_grammar
 from k3stack.chat.masks import Grammars, GrammarSession
 from k3stack.chat.prompt import NO_EFFORT
+from k3stack.chat.schema import FORMATS
 from k3stack.chat.segments import Segment, close_tag, open_tag
 from k3stack.chat.settings import OutputGrammar, ResponseFormat, ToolChoice
 from k3stack.chat.strict import whole_pattern
@@ -485,3 +487,49 @@ def test_segments_of_the_end(small: Tokenizer, grammars: Grammars) -> None:
     assert follow(session, ids) == len(ids) and session.done
     end = encode([Segment("<|end_of_msg|>", True)], small)
     assert session.accept(end) and not session.accept([65])
+
+
+# -- formats of texts outside JSON ---------------------------------------------------------------------------------
+
+FORMAT_TEXTS = {
+    "date": (["2024-02-29", "2000-02-29", "1999-12-31", "0001-01-01"], ["2023-02-29", "1900-02-29", "0000-01-01"]),
+    "time": (["23:59:59Z", "00:00:00.123+05:30"], ["24:00:00Z", "12:00:00", "12:00Z"]),
+    "date-time": (["2024-02-29T12:00:00Z"], ["2024-02-30T12:00:00Z", "2024-02-29 12:00:00Z"]),
+    "duration": (["P1Y2M3D", "PT5M", "P3W", "P1DT12H"], ["P", "PT", "P1Y3D", "1D"]),
+    "email": (["a.b+c@example.org"], ["a@", "@x", "a..b@x", "a b@x"]),
+    "hostname": (["example.org", "a", "x-1.y"], ["-a", "a-", "a..b", ""]),
+    "ipv4": (["0.0.0.0", "255.1.20.3"], ["256.0.0.1", "1.2.3", "01.2.3.4"]),
+    "ipv6": (
+        ["::", "::1", "1::", "2001:db8::ff:1", "1:2:3:4:5:6:7:8", "1:2:3:4:5:6:7::", "::2:3:4:5:6:7:8",
+         "1::3:4:5:6:7:8", "0:0:0:0:0:ffff:1.2.3.4"],
+        [":", ":::", "1:2:3:4:5:6:7", "1:2:3:4:5:6:7:8:9", "1::2::3", "12345::", "g::"],
+    ),
+    "uuid": (["12345678-90ab-cdef-1234-567890ABCDEF"], ["12345678-90ab-cdef-1234-567890abcde", "x"]),
+    "uri": (["https://example.org:80/a/b?c=d#e", "mailto:a@b", "urn:a:b", "file:///x"], ["/a", "a b:c", "http://a b"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_formats(name: str) -> None:
+    good, bad = FORMAT_TEXTS[name]
+    for text in good:
+        assert re.fullmatch(REGEXES[name], text), text
+        assert jsonschema.Draft202012Validator.FORMAT_CHECKER.conforms(text, name), text
+    for text in bad:
+        assert not re.fullmatch(REGEXES[name], text), text
+
+
+def test_string_arguments_keep_their_format(small: Tokenizer, grammars: Grammars) -> None:
+    properties = {name: {"type": "string", "format": name, "maxLength": 60} for name in sorted(FORMATS)}
+    parameters = {"type": "object", "properties": properties, "required": sorted(properties)}
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+    grammar = build_grammar(small, in_think=False, tools=[tool], choice=REQUIRED)
+    assert grammar is not None
+    validator = jsonschema.Draft202012Validator(
+        parameters, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+    )
+    for seed in range(3):
+        parsed = parse_ids(walk(grammars, grammar, small, seed), small, False)
+        assert parsed.tool_calls
+        for call in parsed.tool_calls:
+            validator.validate(json.loads(call.arguments))
