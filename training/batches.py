@@ -76,8 +76,10 @@ def pack(talks: list[tuple[list[int], list[bool], int]], size: int, pad: int) ->
     }
 
 
-def fill(talker: Talker, form: Formatter, size: int, progress: float) -> Data:
+def fill(talker: Talker, form: Formatter, size: int, progress: float, fixed: tuple[float, ...] | None = None) -> Data:
+    """One batch; ``fixed`` shares of tokens by kind replace those of the curriculum."""
     shares, longest = mixture(progress)
+    shares = fixed or shares
     talks: list[tuple[list[int], list[bool], int]] = []
     for which, kind in enumerate(KINDS):
         room = int(size * shares[which])
@@ -104,12 +106,12 @@ def questions(form: Formatter, kind: str, size: int, *, held_out: bool, sentence
         total += len(ids)
 
 
-def _work(queue: Any, progress: Any, model_file: str, size: int, seed: str) -> None:
+def _work(queue: Any, progress: Any, model_file: str, size: int, shares: tuple[float, ...] | None, seed: str) -> None:
     form = Formatter(Path(model_file))
     number = 0
     while True:
         talker = Talker(f"{seed}:{number}", held_out=False)
-        queue.put(fill(talker, form, size, progress.value))
+        queue.put(fill(talker, form, size, progress.value, shares))
         number += 1
 
 
@@ -119,11 +121,13 @@ class Source:
     The order in which workers deliver is not fixed; each worker's stream is (seed, worker number, batch number).
     """
 
-    def __init__(self, model_file: Path, size: int, workers: int, seed: str) -> None:
+    def __init__(
+        self, model_file: Path, size: int, workers: int, seed: str, shares: tuple[float, ...] | None = None
+    ) -> None:
         context = mp.get_context("fork")
         self.progress = context.Value("d", 0.0)
         self.queue: Any = context.Queue(maxsize=4)
-        args = (self.queue, self.progress, str(model_file), size)
+        args = (self.queue, self.progress, str(model_file), size, shares)
         self.workers = [context.Process(target=_work, args=(*args, f"{seed}:{w}"), daemon=True) for w in range(workers)]
         for worker in self.workers:
             worker.start()

@@ -30,9 +30,9 @@ SMOKE = NanoConfig(
 )
 
 
-def rate_at(progress: float, since_start: int, warm: int) -> float:
-    """Share of the peak rate: a short warm-up after each start, flat, then down to 2 % from 45 % of the time on."""
-    down = 1.0 if progress < 0.45 else 0.02 + 0.98 * (1 - (progress - 0.45) / 0.55)
+def rate_at(progress: float, since_start: int, warm: int, flat: float = 0.45) -> float:
+    """Share of the peak rate: a short warm-up after each start, flat, then down to 2 % from ``flat`` of the time on."""
+    down = 1.0 if progress < flat else 0.02 + 0.98 * (1 - (progress - flat) / (1 - flat))
     return min(1.0, (since_start + 1) / warm) * max(down, 0.02)
 
 
@@ -128,10 +128,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         model.load_state_dict(read(args.resume).state_dict())
     ops = Ops(device, compiled=device.type == "cuda" and not args.eager)
     form = Formatter(args.tokenizer)
-    source = batches.Source(args.tokenizer, args.tokens, args.workers, f"{args.seed}:{meta['starts']}")
+    shares = tuple(float(x) for x in args.shares.split(",")) if args.shares else None
+    if shares is not None and len(shares) != len(batches.KINDS):
+        raise ValueError(f"--shares needs {len(batches.KINDS)} numbers, for {', '.join(batches.KINDS)}")
+    source = batches.Source(args.tokenizer, args.tokens, args.workers, f"{args.seed}:{meta['starts']}", shares)
     meta["starts"] += 1
     try:
-        _loop(args, device, model, ops, source, meta, score_sets(form, args.tokens, args.smoke))
+        _loop(
+            args, device, model, ops, source, meta, {} if args.no_scores else score_sets(form, args.tokens, args.smoke)
+        )
     finally:
         source.stop()
     return meta
@@ -159,7 +164,7 @@ def _loop(
         spent = before + (time.monotonic() - first if first is not None else 0.0)
         progress = min(1.0, spent / total)
         source.progress.value = max(progress, args.curriculum_from)
-        share = rate_at(progress, since, args.warmup)
+        share = rate_at(progress, since, args.warmup, args.flat)
         logits = model.logits(batch, ops)
         losses = F.cross_entropy(logits, batch.target, reduction="none")
         loss = (losses * batch.weight).sum() / batch.weight.sum().clamp(min=1.0)
@@ -225,6 +230,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--curriculum-from", type=float, default=0.0, help="start here on the way from short documents to long ones"
     )
+    parser.add_argument("--flat", type=float, default=0.45, help="share of the time before the rate falls")
+    parser.add_argument(
+        "--shares", default="", help="shares of tokens by kind instead of the curriculum's, with commas"
+    )
+    parser.add_argument("--no-scores", action="store_true", help="do not ask held-out questions on the way")
     parser.add_argument("--show", type=int, default=50)
     parser.add_argument("--eval-seconds", type=float, default=60)
     parser.add_argument("--save-seconds", type=float, default=120)

@@ -43,25 +43,10 @@ FACTS = (
     "{value} is the {noun} of {name}.",
 )
 QUESTIONS = (
-    "What is the {noun} of {name}?",
-    "Tell me the {noun} of {name}.",
-    "Which {noun} does {name} have?",
-    "What does the text say about the {noun} of {name}?",
-    "Look up the {noun} of {name}.",
-    "I need the {noun} of {name}.",
-    "{name}: which {noun}?",
-    "Please give the {noun} of {name}.",
-    "I want the {noun} of {name}.",
-    "I want to hear the {noun} of {name}.",
-    "And the {noun} of {name}?",
-    "Could somebody find the {noun} of {name}?",
-    "Now tell me the {noun} of {name}.",
-    "What was the {noun} of {name}?",
-    "Do you remember the {noun} of {name}?",
-    "Let me know the {noun} of {name}.",
-    "What do my notes say about the {noun} of {name}?",
-    "The {noun} of {name}, please.",
-    "May I have the {noun} that {name} has?",
+    *ASKS,
+    "What does the text say about the {noun} {prep} {name}?",
+    "What do my notes say about the {noun} {prep} {name}?",
+    "Do you remember the {noun} {prep} {name}?",
 )
 HELD_OUT_QUESTIONS = (
     "Which {noun} does {name} have, please?",
@@ -171,10 +156,11 @@ class Talker:
             elif all((f.noun, f.name) != (noun, known.name) for f in memory):
                 name = known.name
         wish = f"the {noun} {prep} {name}"
-        asks: tuple[str, ...] = NO_FIT_ASKS
-        if not self.held_out and self.rng.random() < 0.6:  # the wording must not tell whether a tool fits
-            asks = ASKS
-        self._user(talk, self.rng.choice(asks).format(noun=noun, prep=prep, name=name))
+        asks = NO_FIT_ASKS if self.held_out else ASKS
+        ask = self.rng.choice(asks)
+        if "{prep}" not in ask:
+            wish = f"the {noun} of {name}"
+        self._user(talk, ask.format(noun=noun, prep=prep, name=name))
         short = f"No tool for the {noun}."
         more = f"The user wants {wish}.\n{short}"
         thinking = {"low": short, "high": more, "max": more + "\nThe answer is not in the conversation either."}
@@ -251,7 +237,7 @@ class Talker:
         if len(asked) == 1:
             fact = asked[0]
             pool = HELD_OUT_QUESTIONS if self.held_out else QUESTIONS
-            self._user(talk, self.rng.choice(pool).format(noun=fact.noun, name=fact.name))
+            self._user(talk, self.rng.choice(pool).format(noun=fact.noun, prep="of", name=fact.name))
             wish = f"the {fact.noun} of {fact.name}"
         else:
             wish = " and ".join(f"the {f.noun} of {f.name}" for f in asked)

@@ -13,7 +13,8 @@ from k3stack.verify.language.variety import Coiner, label
 
 Value = str | int | float | bool
 
-# Requests about one noun. Held-out questions use only the second group.
+# Requests about one noun. Held-out questions use only the second group. In training the same wordings ask for calls,
+# noted facts and what no tool fits, so that the wording never tells which of them is right.
 ASKS = (
     "What is the {noun} {prep} {name}?",
     "Tell me the {noun} {prep} {name}.",
@@ -52,6 +53,16 @@ ASKS = (
     "Hi, can you get the {noun} {prep} {name}?",
     "Before we go on, what is the {noun} {prep} {name}?",
     "My question: how is the {noun} {prep} {name} now?",
+    "Look up the {noun} {prep} {name}.",
+    "Look up the {noun} {prep} {name}, please.",
+    "Please get the {noun} {prep} {name}.",
+    "Please give the {noun} {prep} {name}.",
+    "Now tell me the {noun} {prep} {name}.",
+    "I must have the {noun} {prep} {name}.",
+    "What was the {noun} {prep} {name}?",
+    "Which {noun} does {name} have?",
+    "{name}: which {noun}?",
+    "May I have the {noun} that {name} has?",
 )
 HELD_OUT_ASKS = (
     "Could you tell me the {noun} {prep} {name}?",
@@ -315,9 +326,9 @@ class ToolMaker:
         """One to four names asked of one tool, or two tools in one request: several calls are made at once."""
         rng = self.rng
         ask = rng.choice(HELD_OUT_ASKS if self.namer.held_out else ASKS)
-        prep = rng.choice(PREPOSITIONS)
+        prep = rng.choice(PREPOSITIONS) if "{prep}" in ask else "of"
         roll = rng.random()
-        if roll < 0.3 and len(tools) > 1:
+        if roll < (0.3 if self.coiner is None else 0.4) and len(tools) > 1 and "{prep}" in ask:
             first, second = rng.sample(tools, 2)
             one, two = self.subject(), self.subject()
             other = rng.choice(PREPOSITIONS)
