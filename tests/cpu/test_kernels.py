@@ -15,6 +15,7 @@ from k3stack.kernels.kda import reference as kda_reference
 from k3stack.kernels.kda.layout import tile_layout
 from k3stack.kernels.linear import cpu as linear
 from k3stack.kernels.linear import reference as linear_reference
+from k3stack.kernels.linear import stacked
 from k3stack.kernels.mla import cpu as mla
 from k3stack.kernels.mla import reference as mla_reference
 from k3stack.kernels.moe import cpu as moe
@@ -226,3 +227,41 @@ def test_experts(dtype: torch.dtype, tokens: int) -> None:
     same(moe.experts(*args), theirs, dtype)
     packed = [[linear.pack(m) for m in w] for w in (w13, w2)]
     same(moe.experts(x, ids, weights, *packed, activation.silu_glu), theirs, dtype)
+    stacks = [stacked.pack_all(list(w)) for w in (w13, w2)]
+    same(moe.experts(x, ids, weights, *stacks, activation.silu_glu), theirs, dtype)
+
+
+STACKED = [d for d in DTYPES if linear.packs(d, torch.device("cpu"))]
+
+
+@pytest.mark.parametrize("dtype", STACKED)
+@pytest.mark.parametrize("tokens", [1, 2, 16, 40, 200])
+def test_stacked_experts(dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once and one by one from the same bytes, with the busiest expert in every token's choice."""
+    x = random(tokens, 64, dtype=dtype)
+    w13, w2 = random(12, 96, 64, dtype=dtype, seed=1, scale=0.1), random(12, 64, 48, dtype=dtype, seed=2, scale=0.15)
+    scores = random(tokens, 11, dtype=torch.float64, seed=3)
+    scores[:, 4] = 100.0
+    ids = scores.topk(3, dim=-1).indices
+    weights = torch.softmax(random(tokens, 3, dtype=wide_dtype(dtype), seed=4), -1)
+    args = (x, ids, weights, w13, w2, activation.silu_glu)
+    theirs = moe_reference.experts(*args)
+    one, two = stacked.pack_all(list(w13)), stacked.pack_all(list(w2))
+    assert isinstance(one, stacked.Stack)
+    assert isinstance(two, stacked.Stack)
+    for mine, plain in ((one, w13), (two, w2)):
+        assert all(torch.equal(linear.unpack(mine[e]), plain[e]) for e in range(12))
+        assert sum(m.nbytes for m in mine) == plain.nbytes
+    for cost in (0, 1 << 40):
+        monkeypatch.setattr(moe, "CALL_BYTES", cost)
+        same(moe.experts(x, ids, weights, one, two, activation.silu_glu), theirs, dtype)
+
+
+def test_experts_are_packed_one_by_one_where_parts_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacked, "_library", lambda: None)
+    stacked._layout.cache_clear()
+    weights = random(12, 96, 64, dtype=torch.float32)
+    packed = stacked.pack_all(list(weights))
+    stacked._layout.cache_clear()
+    assert isinstance(packed, list)
+    assert all(torch.equal(linear.unpack(p), w) for p, w in zip(packed, weights, strict=True))

@@ -7,7 +7,7 @@ in each folder's ``reference`` are for tests.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from k3stack.errors import UserError
 from k3stack.kernels.activation import cpu as activation
 from k3stack.kernels.kda import cpu as kda
 from k3stack.kernels.linear import cpu as linear
+from k3stack.kernels.linear import stacked
 from k3stack.kernels.linear.cpu import Weight
 from k3stack.kernels.mla import cpu as mla
 from k3stack.kernels.moe import cpu as moe
@@ -33,6 +34,7 @@ class Kernels:
     name: str
     why: str
     pack: Callable[[Tensor], Weight]
+    pack_all: Callable[[list[Tensor]], Sequence[Weight]]
     linear: Callable[[Tensor, Weight], Tensor]
     router_logits: Callable[[Tensor, Weight], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -96,6 +98,7 @@ def _torch(dtype: torch.dtype, why: str) -> Kernels:
         name="torch",
         why=why,
         pack=linear.pack,
+        pack_all=stacked.pack_all,
         linear=linear.linear,
         router_logits=linear.router_logits,
         rms_norm=norm.rms_norm,
@@ -134,6 +137,7 @@ def _triton(dtype: torch.dtype) -> Kernels:
         name="triton",
         why="Triton kernels for CUDA; cuBLAS for plain products; torch for KDA and MLA of chunks",
         pack=fast_linear.pack,
+        pack_all=stacked.pack_all,
         linear=fast_linear.linear,
         router_logits=fast_linear.router_logits,
         rms_norm=fast_norm.rms_norm,

@@ -16,14 +16,20 @@ from torch.nn import functional as F
 ROWS = 4
 """Rows below which a packed product is not faster; callers that group rows may fill their groups up to it."""
 
+ONE_IMAGE = 32
+IMAGE = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Packed:
     """A weight [out, in] in oneDNN's layout; the plain one is gone."""
 
     data: Tensor
+    """As of a product, or [out, in, 1, 1] as of a 1x1 convolution (``stacked``)."""
     shape: tuple[int, int]
     dtype: torch.dtype
+    owner: Tensor | None = None
+    """The buffer that ``data`` is part of."""
 
     @property
     def nbytes(self) -> int:
@@ -53,18 +59,34 @@ def pack(weight: Tensor) -> Weight:
 
 def unpack(weight: Weight) -> Tensor:
     """The plain weight [out, in] (a copy, where it was packed)."""
-    return weight if isinstance(weight, Tensor) else weight.data.to_dense()
+    return weight if isinstance(weight, Tensor) else weight.data.to_dense().view(weight.shape)
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """x [T, in] -> [T, out] in x's dtype; see ``reference.linear``."""
     if isinstance(weight, Tensor):
         return F.linear(x, weight)
+    if weight.owner is not None:
+        return convolve(x, weight.data, 1)
     rows = x.shape[0]
     if rows < ROWS:
         x = F.pad(x, (0, 0, 0, ROWS - rows))
         return torch.ops.mkldnn._linear_pointwise(x, weight.data, None, "none", [], "")[:rows]
     return torch.ops.mkldnn._linear_pointwise(x, weight.data, None, "none", [], "")
+
+
+def convolve(x: Tensor, weight: Tensor, groups: int) -> Tensor:
+    """x [T, groups * in] times a weight packed for a 1x1 convolution -> [T, groups * out]. Above ``ONE_IMAGE`` tokens
+    fewer than a multiple of ``IMAGE`` are filled up: oneDNN takes more in the same layout only as several images."""
+    rows = x.shape[0]
+    images = 1 if rows <= ONE_IMAGE else -(-rows // IMAGE)
+    each = rows if images == 1 else IMAGE
+    if images * each != rows:
+        x = F.pad(x, (0, 0, 0, images * each - rows))
+    image = x.contiguous().view(images, 1, each, -1).permute(0, 3, 1, 2)
+    y = torch.ops.mkldnn._convolution_pointwise(image, weight, None, [0, 0], [1, 1], [1, 1], groups, "none", [], "")
+    flat: Tensor = y.permute(0, 2, 3, 1).reshape(images * each, -1)
+    return flat[:rows]
 
 
 def router_logits(x: Tensor, weight: Weight) -> Tensor:

@@ -10,10 +10,16 @@ from torch.nn import functional as F
 
 from k3stack.kernels.linear import cpu as linear
 from k3stack.kernels.linear.cpu import Weight
+from k3stack.kernels.linear.stacked import Stack
 from k3stack.kernels.precision import widen
 
 FEW_ROWS = 1024
 """Up to this many grouped rows one activation of all of them costs less than one an expert."""
+
+CALL_BYTES = 1 << 20
+"""Bytes that are read in the time that a product of its own costs beside the product."""
+ROWS_A_READ = 6.0
+"""Rows whose product with a weight takes as long as reading the weight."""
 
 
 def route(
@@ -38,16 +44,23 @@ def experts(
 ) -> Tensor:
     """See ``reference.experts``; w13 and w2 may be packed, one weight an expert.
 
-    Each expert's tokens lie together. Groups of few tokens are filled up to ``linear.ROWS`` (with token 0, whose extra
-    results nobody reads), which is faster than computing fewer rows.
+    Few tokens go through all experts of a stack at once. Else each expert's tokens lie together, and groups of few
+    tokens are filled up (with token 0, whose extra results nobody reads), which is faster than computing fewer rows.
     """
     tokens, top_k = ids.shape
+    if isinstance(w13, Stack) and isinstance(w2, Stack):
+        hits = torch.zeros(tokens, len(w13), dtype=torch.int64, device=x.device).scatter_(1, ids, 1).cumsum_(0)
+        if _stacked_is_faster(hits[-1], w13, w2):
+            return _stacked(x, ids, weights, hits, w13, w2, activation)
     if tokens == 1:
         return _experts_of_one(x, ids[0].tolist(), weights, w13, w2, activation)
+    least = w13.least_rows if isinstance(w13, Stack) else linear.ROWS
     flat = ids.reshape(-1)
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=len(w13))
-    sizes = torch.where(counts > 0, counts.clamp(min=linear.ROWS), counts)
+    sizes = torch.where(counts > 0, counts.clamp(min=least), counts)
+    if isinstance(w13, Stack):
+        sizes = torch.where(sizes > linear.ONE_IMAGE, (sizes + linear.IMAGE - 1) // linear.IMAGE * linear.IMAGE, sizes)
     shift = (sizes.cumsum(0) - sizes) - (counts.cumsum(0) - counts)
     place = torch.arange(flat.shape[0], device=x.device) + shift[flat[order]]
     used = [(e, n) for e, n in enumerate(sizes.tolist()) if n]
@@ -67,6 +80,39 @@ def experts(
     return F.embedding_bag(where.view(tokens, top_k), results, per_sample_weights=weights, mode="sum").to(x.dtype)
 
 
+def _stacked_is_faster(counts: Tensor, w13: Stack, w2: Stack) -> bool:
+    """Whether all experts in one product, each with as many rows as the busiest, take less time than products of
+    their own for those that are in use."""
+    rows = max(int(counts.max()), 2)
+    if rows > linear.ONE_IMAGE:
+        return False
+    size, used = w13.expert_bytes + w2.expert_bytes, int(counts.count_nonzero())
+    together = len(w13) * size * max(1.0, rows / ROWS_A_READ)
+    one_by_one = used * (2 * CALL_BYTES + size * max(1.0, int(counts.sum()) / used / ROWS_A_READ))
+    return together <= one_by_one
+
+
+def _stacked(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    hits: Tensor,
+    w13: Stack,
+    w2: Stack,
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """All experts at once; ``hits`` [T, E] counts each expert's tokens up to and with each token."""
+    tokens, count = hits.shape
+    rows = max(int(hits[-1].max()), 2)
+    place = (hits.gather(1, ids).sub_(1)).mul_(count).add_(ids)
+    # Rows that no token takes hold token 0: nobody reads their results.
+    source = torch.zeros(rows * count, dtype=torch.int64, device=x.device)
+    source[place] = torch.arange(tokens, device=x.device).unsqueeze(1)
+    inner = activation(w13.product(x.index_select(0, source)))
+    results = widen(w2.product(inner))
+    return F.embedding_bag(place, results, per_sample_weights=weights, mode="sum").to(x.dtype)
+
+
 def _experts_of_one(
     x: Tensor,
     chosen: list[int],
@@ -76,8 +122,9 @@ def _experts_of_one(
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """The experts of a single token: nothing to group, every expert reads the same rows."""
-    rows = F.pad(x, (0, 0, 0, linear.ROWS - 1))
+    fill = (w13.least_rows if isinstance(w13, Stack) else linear.ROWS) - 1
+    rows = F.pad(x, (0, 0, 0, fill))
     inner = activation(torch.cat([linear.linear(rows, w13[e])[:1] for e in chosen]))
-    filled = F.pad(inner.unsqueeze(1), (0, 0, 0, linear.ROWS - 1))
+    filled = F.pad(inner.unsqueeze(1), (0, 0, 0, fill))
     results = torch.cat([linear.linear(filled[j], w2[e])[:1] for j, e in enumerate(chosen)])
     return (weights @ widen(results)).to(x.dtype)

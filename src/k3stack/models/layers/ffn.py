@@ -151,8 +151,7 @@ class MoeFfn(Part):
         pack = self.kernels.pack
         self.router = pack(self.router)
         if isinstance(self.w13, list) and isinstance(self.w2, list):
-            for e in range(len(self.local)):
-                self.w13[e], self.w2[e] = pack(self.w13[e]), pack(self.w2[e])
+            self.w13, self.w2 = self.kernels.pack_all(self.w13), self.kernels.pack_all(self.w2)
         if self.moe.latent is not None:
             self.down, self.up = pack(self.down), pack(self.up)
         if self.shared is not None:

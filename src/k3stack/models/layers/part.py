@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from k3stack.kernels.linear.cpu import Packed, Weight
+from k3stack.kernels.linear.stacked import Stack
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 
 
@@ -49,7 +50,7 @@ def _weights(value: Any) -> Iterator[Weight]:
         yield value.scale
     elif isinstance(value, Part):
         yield from value.all_weights()
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, Stack)):
         for item in value:
             yield from _weights(item)
 

@@ -1,0 +1,174 @@
+"""Equally shaped weights of many experts, packed so that one oneDNN call serves all of them.
+
+A call of its own for each expert costs about as much as reading 3 MB: with a few rows an expert that is most of the
+time. Here experts are the groups of a 1x1 convolution, and every expert gets the same number of rows. Measured on two
+Zen 4 cores, 32 experts [512, 576] with 8 rows each take 0.74 ms in bfloat16 (in calls of their own: 1.5 to 2.9) and
+1.2 ms in float32 (3.5).
+
+The packed bytes of a group are those of the expert alone, so one buffer serves the product of all experts and that of
+any single one. torch has no operation for a part of a packed weight; parts are made of address and layout by the C
+interface that its compiled models use. Whatever the library or the processor does not offer, or lays out differently,
+is found out in advance, and then experts are packed one by one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from k3stack.kernels.linear.cpu import IMAGE, ONE_IMAGE, Packed, Weight, convolve, pack, packs
+
+SINGLE_ROWS = (4, 8, 16, 32, 64, 1024)
+"""Rows of one expert's product that are tried in advance; from the first on with which the layout stays."""
+GROUP_ROWS = (2, 4, 8, 16, 32)
+MOST_BYTES = 256 << 20
+"""Larger stacks are packed one by one: their experts are so large that a call costs little."""
+
+
+class Stack(Sequence[Weight]):
+    """Weights [out, in] of E experts; as a sequence it gives each expert's own."""
+
+    def __init__(self, parts: list[Packed], whole: Tensor, least_rows: int) -> None:
+        self._parts = parts
+        self._whole = whole
+        self.least_rows = least_rows
+        """Rows below which a single expert's product is not faster."""
+
+    @overload
+    def __getitem__(self, index: int) -> Weight: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Weight]: ...
+
+    def __getitem__(self, index: int | slice) -> Weight | Sequence[Weight]:
+        return self._parts[index]
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @property
+    def expert_bytes(self) -> int:
+        return self._parts[0].nbytes
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [rows * E, in], expert after expert within a row -> [rows * E, out]. From 2 to 32 rows."""
+        count = len(self._parts)
+        return convolve(x.view(-1, count * x.shape[1]), self._whole, count).view(x.shape[0], -1)
+
+
+def pack_all(weights: list[Tensor]) -> Sequence[Weight]:
+    """The weights [out, in] of a layer's experts as the products are fastest with them. Empties the list as it goes,
+    so that no more than one expert is held twice."""
+    first = weights[0]
+    shape, dtype, count = (first.shape[0], first.shape[1]), first.dtype, len(weights)
+    layout = _layout(count, *shape, dtype) if packs(dtype, first.device) and count > 1 else None
+    if layout is None:
+        return [pack(weights.pop(0)) for _ in range(count)]
+    size = layout.single_bytes
+    owner = torch.empty(count * size, dtype=torch.uint8)
+    parts = []
+    for e in range(count):
+        place = owner.data_ptr() + e * size
+        packed = _pack(weights.pop(0), 1, SINGLE_ROWS[-1])
+        ctypes.memmove(place, torch.ops.mkldnn.data_ptr(packed), size)
+        data = _at(place, (*shape, 1, 1), dtype, layout.single)
+        parts.append(Packed(data, shape, dtype, owner))
+    whole = _at(owner.data_ptr(), (count * shape[0], shape[1], 1, 1), dtype, layout.group)
+    return Stack(parts, whole, layout.least_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    single: Tensor
+    group: Tensor
+    single_bytes: int
+    least_rows: int
+
+
+@cache
+def _layout(count: int, out: int, width: int, dtype: torch.dtype) -> _Layout | None:
+    """How oneDNN lays such weights out; None where groups and single experts are not the same bytes, where the layout
+    depends on the number of rows, or where parts cannot be made."""
+    if _library() is None or count * out * width * dtype.itemsize > MOST_BYTES:
+        return None
+    values = torch.arange(count * out * width, dtype=torch.int32).view(count * out, width).to(dtype)
+    groups = [_pack(values, count, rows) for rows in GROUP_ROWS]
+    singles = [_pack(values[:out], 1, rows) for rows in SINGLE_ROWS]
+    describe, size = torch.ops.mkldnn._get_mkldnn_serialized_md, torch.ops.mkldnn._nbytes
+    group, single = describe(groups[0]), describe(singles[-1])
+    same = [torch.equal(describe(s), single) for s in singles]
+    if not all(torch.equal(describe(g), group) for g in groups) or size(groups[0]) != count * size(singles[-1]):
+        return None
+    tail = _pack(values[-out:], 1, SINGLE_ROWS[-1])
+    start = torch.ops.mkldnn.data_ptr(groups[0]) + (count - 1) * size(tail)
+    if ctypes.string_at(start, size(tail)) != ctypes.string_at(torch.ops.mkldnn.data_ptr(tail), size(tail)):
+        return None
+    least = len(same)
+    while least and same[least - 1]:
+        least -= 1
+    return _Layout(single, group, size(tail), SINGLE_ROWS[least])
+
+
+def _pack(weight: Tensor, groups: int, rows: int) -> Tensor:
+    out, width = weight.shape
+    shape = [1, groups * width, 1, rows] if rows <= ONE_IMAGE else [rows // IMAGE, groups * width, 1, IMAGE]
+    image = weight.contiguous().view(out, width, 1, 1)
+    packed: Tensor = torch.ops.mkldnn._reorder_convolution_weight(image, [0, 0], [1, 1], [1, 1], groups, shape)
+    return packed
+
+
+@cache
+def _library() -> Any:
+    """torch's C interface for tensors at an address; None where this build does not have all that is needed."""
+    needed = (
+        "_convolution_pointwise",
+        "_reorder_convolution_weight",
+        "_get_mkldnn_serialized_md",
+        "_nbytes",
+        "data_ptr",
+    )
+    if not all(hasattr(torch.ops.mkldnn, name) for name in needed):
+        return None
+    file = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if not file.exists() or not hasattr(getattr(torch._C, "_aoti", None), "alloc_tensor_by_stealing_from_void_ptr"):
+        return None
+    library = ctypes.CDLL(str(file))
+    names = ("create_tensor_from_blob_v2", "layout__mkldnn", "device_type_cpu", "dtype_float32", "dtype_bfloat16")
+    return library if all(hasattr(library, f"aoti_torch_{name}") for name in names) else None
+
+
+def _at(address: int, shape: tuple[int, ...], dtype: torch.dtype, layout: Tensor) -> Tensor:
+    """A packed tensor over memory that the caller keeps. ``layout`` is serialized as torch's operation gives it."""
+    library = _library()
+    strides = [1]
+    for n in reversed(shape[1:]):
+        strides.insert(0, strides[0] * n)
+    sizes = ctypes.c_int64 * len(shape)
+    handle = ctypes.c_void_p()
+    failed = library.aoti_torch_create_tensor_from_blob_v2(
+        ctypes.c_void_p(address),
+        ctypes.c_int64(len(shape)),
+        sizes(*shape),
+        sizes(*strides),
+        ctypes.c_int64(0),
+        ctypes.c_int32(getattr(library, f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}")()),
+        ctypes.c_int32(library.aoti_torch_device_type_cpu()),
+        ctypes.c_int32(0),
+        ctypes.byref(handle),
+        ctypes.c_int32(library.aoti_torch_layout__mkldnn()),
+        ctypes.c_void_p(layout.data_ptr()),
+        ctypes.c_int64(layout.numel()),
+    )
+    if failed:
+        raise RuntimeError(f"torch made no tensor of {shape} in {dtype} at a given address (status {failed})")
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    made: Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule(handle, None, None))
+    return made
