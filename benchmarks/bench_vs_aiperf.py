@@ -85,6 +85,7 @@ def run_aiperf(url: str, model: str, prompts: Path, bin_folder: Path, args: argp
         "--concurrency", str(args.concurrency), "--request-count", str(args.requests), "--tokenizer", str(tokenizer),
         "--input-file", str(prompts), "--custom-dataset-type", "single_turn", "--extra-inputs", "ignore_eos:true",
         "--use-server-token-count", "--workers-max", "1", "--artifact-dir", str(out), "--ui", "none",
+        "--no-server-metrics", "--no-gpu-telemetry",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, cwd=prompts.parent)
     path = out / "profile_export_aiperf.json"

@@ -84,7 +84,7 @@ def print_summary(summary: Mapping[str, Any], title: str) -> None:
 
     from k3stack.workload.tables import summary_rows
 
-    table = Table(title=title, show_header=False, title_justify="left")
+    table = Table(title=title, show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name, value in summary_rows(summary):
         table.add_row(name, value)
     Console().print(table)

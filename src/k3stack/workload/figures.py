@@ -28,56 +28,66 @@ def _axes(width: float = 7.2, height: float = 3.4, columns: int = 1) -> tuple[An
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.25, linewidth=0.6)
         ax.tick_params(labelsize=8)
+        ax.xaxis.label.set_size(9)
+        ax.yaxis.label.set_size(9)
+        ax.title.set_size(10)
     return figure, axes
 
 
 def latency_figure(records: Sequence[Record], target: Target) -> Any:
-    """First token over the run, and time per token against answer length, coloured by whether the target was met."""
-    figure, (left, right) = _axes(9.6, 3.4, 2)
+    """First token over the run, and time per token against answer length, coloured by whether the target was met.
+
+    Tool calls are triangles: they are judged when they are complete, so that one may be above either line and in time.
+    """
     measured = [r for r in records if not r.stream and r.first_s is not None]
-    for met, colour, label in ((True, GOOD, "target met"), (False, MISS, "missed")):
-        rows = [r for r in measured if target.met(r) == met]
-        if not rows:
-            continue
-        left.scatter([r.arrival_s for r in rows], [r.ttft_s for r in rows], s=9, color=colour, label=label, alpha=0.8)
-        timed = [r for r in rows if r.tpot_s is not None]
-        right.scatter(
-            [r.output_tokens for r in timed],
-            [1000 * (r.tpot_s or 0.0) for r in timed],
-            s=9,
-            color=colour,
-            alpha=0.8,
-        )
-    left.axhline(target.ttft_s, color=MUTED, linewidth=1, linestyle="--")
-    right.axhline(1000 * target.tpot_s, color=MUTED, linewidth=1, linestyle="--")
-    left.set(xlabel="arrival, s", ylabel="time to first token, s", title="First token")
-    right.set(xlabel="answer, tokens", ylabel="time per token, ms", title="After the first token")
-    left.set_ylim(bottom=0)
-    right.set_ylim(bottom=0)
+    timed = [r for r in measured if r.tpot_s is not None]
+    figure, axes = _axes(9.6 if timed else 5.4, 3.4, 2 if timed else 1)
+    first = axes[0] if timed else axes
+    _points(first, [(r, r.arrival_s, r.ttft_s or 0.0) for r in measured], target, "time to first token, s")
+    first.axhline(target.ttft_s, color=MUTED, linewidth=1, linestyle="--")
+    first.set(xlabel="arrival, s", title="First token")
+    if timed:
+        _points(axes[1], [(r, r.output_tokens, 1000 * (r.tpot_s or 0.0)) for r in timed], target, "ms a token")
+        axes[1].axhline(1000 * target.tpot_s, color=MUTED, linewidth=1, linestyle="--")
+        axes[1].set(xlabel="answer, tokens", title="After the first token")
     if measured:
-        left.legend(fontsize=8, frameon=False)
+        figure.legend(
+            *first.get_legend_handles_labels(), fontsize=8, frameon=False, loc="outside lower center", ncols=4
+        )
     return figure
 
 
+def _points(ax: Any, points: Sequence[tuple[Record, float, float]], target: Target, label: str) -> None:
+    for call in (False, True):
+        for met, colour in ((True, GOOD), (False, MISS)):
+            these = [(x, y) for r, x, y in points if r.tool_call == call and target.met(r) == met]
+            if these:
+                name = ("tool call, " if call else "answer, ") + ("in time" if met else "missed")
+                ax.scatter(
+                    *zip(*these, strict=True), s=11, marker="^" if call else "o", color=colour, label=name, alpha=0.8
+                )
+    ax.set_ylabel(label)
+    ax.set_ylim(bottom=0)
+
+
 def distribution_figure(records: Sequence[Record], target: Target) -> Any:
-    """Cumulative shares of time to first token and time per token."""
-    figure, (left, right) = _axes(9.6, 3.0, 2)
+    """Cumulative shares of time to first token and time per token, as far as the slowest hundredth."""
     measured = [r for r in records if not r.stream]
-    series = (
-        (left, [r.ttft_s for r in measured if r.ttft_s is not None], target.ttft_s, "time to first token, s"),
-        (
-            right,
-            [1000 * r.tpot_s for r in measured if r.tpot_s is not None],
-            1000 * target.tpot_s,
-            "time per token, ms",
-        ),
-    )
-    for ax, values, limit, label in series:
+    first = [r.ttft_s for r in measured if r.ttft_s is not None]
+    token = [1000 * r.tpot_s for r in measured if r.tpot_s is not None]
+    series = [(first, target.ttft_s, "time to first token, s"), (token, 1000 * target.tpot_s, "time per token, ms")]
+    series = [s for s in series if s[0]] or series[:1]
+    figure, axes = _axes(4.8 * len(series), 3.0, len(series))
+    for ax, (values, limit, label) in zip(axes if len(series) > 1 else [axes], series, strict=True):
         ordered = sorted(values)
-        share = [(i + 1) / len(ordered) for i in range(len(ordered))]
-        ax.plot(ordered, share, color=LINE, linewidth=1.6)
+        ax.plot(ordered, [100 * (i + 1) / len(ordered) for i in range(len(ordered))], color=LINE, linewidth=1.6)
         ax.axvline(limit, color=MUTED, linewidth=1, linestyle="--", label=f"target {limit:g}")
-        ax.set(xlabel=label, ylabel="share of requests", ylim=(0, 1.02))
+        # One straggler must not squeeze all the others into a corner.
+        widest = max(1.25 * limit, 1.1 * ordered[int(0.99 * (len(ordered) - 1))] if ordered else 0.0)
+        ax.set(xlabel=label, ylabel="% of requests", ylim=(0, 102), xlim=(0, widest))
+        beyond = sum(v > widest for v in ordered)
+        if beyond:
+            ax.text(0.99, 0.90, f"{beyond} beyond", transform=ax.transAxes, ha="right", fontsize=8, color=MISS)
         ax.legend(fontsize=8, frameon=False, loc="lower right")
     return figure
 
@@ -136,16 +146,16 @@ def streams_figure(records: Sequence[Record], window_s: tuple[float, float]) -> 
     figure, ax = _axes()
     times = sorted(t for r in records if r.stream and r.token_s for t in r.token_s)
     if times:
-        end = min(times[-1], window_s[1] + 15.0)
-        step = 0.5
-        bins = [0] * (int(end / step) + 1)
+        # A second is the study's pace of prompts: shorter bins would show each prompt's stop, not what they cost.
+        seconds = int(min(times[-1], window_s[1] + 15.0))
+        bins = [0] * max(seconds, 1)
         for t in times:
-            if t < end:
-                bins[int(t / step)] += 1
-        ax.step([i * step for i in range(len(bins))], [b / step for b in bins], where="post", color=LINE, linewidth=1.3)
+            if t < len(bins):
+                bins[int(t)] += 1
+        ax.step(range(len(bins) + 1), [*bins, bins[-1]], where="post", color=LINE, linewidth=1.3)
     ax.axvspan(*window_s, color=MISS, alpha=0.10, label="prompts arrive")
     ax.set(xlabel="s", ylabel="tokens a second, all streams", title="Output of the running streams")
-    ax.legend(fontsize=8, frameon=False)
+    ax.legend(fontsize=8, frameon=False, loc="lower right")
     ax.set_ylim(bottom=0)
     return figure
 

@@ -15,7 +15,7 @@ def summary_rows(s: Mapping[str, Any]) -> list[Row]:
     rows = [
         ("requests", f"{s['requests']} ({s['completed']} completed, {s['failed']} failed)"),
         (
-            f"within target ({target['ttft_s']:g} s, then {target['tpot_ms']:g} ms a token)",
+            f"within {target['ttft_s']:.3g} s, then {target['tpot_ms']:.3g} ms a token",
             f"{_percent(s['share_within_target'])}   [{_percent(low)}, {_percent(high)}]",
         ),
     ]
@@ -27,7 +27,7 @@ def summary_rows(s: Mapping[str, Any]) -> list[Row]:
         ("longest gap, s", f"{s['longest_gap_s']:.3f}"),
         ("goodput, requests/s", f"{s['goodput_requests_per_s']:.3f}"),
         ("output tokens/s", f"{s['output_tokens_per_s']:,.0f}"),
-        ("tokens/s per GPU (prompt + output)", f"{s['total_tokens_per_s_per_gpu']:,.0f}"),
+        ("tokens/s a GPU, prompt and output", f"{s['total_tokens_per_s_per_gpu']:,.0f}"),
         ("prompt tokens from cache", _percent(s["kv_hit_rate"])),
         ("most running at once", str(s["max_running"])),
     ]
@@ -76,4 +76,4 @@ def _percent(x: float | None) -> str:
 def _spread(d: Mapping[str, Any], digits: int) -> str:
     if d["mean"] is None:
         return "-"
-    return "   ".join(f"{k} {d[k]:.{digits}f}" for k in ("p50", "p90", "p99", "mean"))
+    return "  ".join(f"{k} {d[k]:.{digits}f}" for k in ("p50", "p90", "p99", "mean"))
