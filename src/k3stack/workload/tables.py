@@ -34,7 +34,7 @@ def summary_rows(s: Mapping[str, Any]) -> list[Row]:
     if s.get("stream_output_lost") is not None:
         rows.append(("stream output lost", _percent(s["stream_output_lost"])))
     if s.get("binding"):
-        rows.append(("binds", str(s["binding"])))
+        rows.append(("limited by", str(s["binding"])))
     return rows
 
 
