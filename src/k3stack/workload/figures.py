@@ -182,7 +182,8 @@ def embed(figure: Any) -> str:
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:62rem;color:#1d232a;padding:0 1rem}"
     "table{border-collapse:collapse;margin:1rem 0}td,th{padding:.25rem .8rem;border-bottom:1px solid #dde1e6;"
-    "text-align:right;white-space:pre-wrap}td:first-child,th:first-child{text-align:left}img{max-width:100%;margin:.5rem 0}"
+    "text-align:right;white-space:pre-wrap}td:first-child,th:first-child{text-align:left}"
+    "img{max-width:100%;margin:.5rem 0}"
     "h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}small{color:#667}"
 )
 
