@@ -136,12 +136,10 @@ REFUSED: dict[str, str] = {
     "--enable-torch-compile": _KERNELS,
     "--compilation-config": _KERNELS,
     "--enable-w4a4-mxfp4-megamoe": _KERNELS,
-    "--cuda-graph-max-bs": _GRAPHS,
     "--cuda-graph-max-bs-decode": _GRAPHS,
     "--cuda-graph-bs": _GRAPHS,
     "--cuda-graph-bs-decode": _GRAPHS,
     "--cuda-graph-backend-prefill": _GRAPHS,
-    "--disable-cuda-graph": _GRAPHS,
     "--enforce-eager": _GRAPHS,
     "--mamba-radix-cache-strategy": "a running request holds one state; snapshots are taken where they are worth it "
     "(--mamba-track-interval, --mamba-max-states-per-path), or choose --engine sglang",

@@ -108,6 +108,12 @@ class EngineOptions:
         "auto", "Compute precision; `auto`: bfloat16 on a GPU, float32 on a CPU.", "Model"
     )
     device: str = option("auto", "`cpu`, `cuda` or `cuda:N`; `auto`: a GPU if there is one.", "Model")
+    disable_cuda_graph: bool = option(
+        False, "Launch every kernel of a decode step by itself instead of replaying a captured graph (GPUs).", "Model"
+    )
+    cuda_graph_max_bs: int | None = option(
+        None, "Largest decode batch that is captured as a CUDA graph; default: all up to 256 rows.", "Model", low=1
+    )
     latent_norm_eps: float = option(
         1e-6, "Epsilon of the norm on MLA's latents. SGLang reads it as 1e-5.", "Model", above=0.0, high=1.0
     )

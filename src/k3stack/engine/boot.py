@@ -39,7 +39,7 @@ from k3stack.scheduler.policy import Policy
 if TYPE_CHECKING:
     import torch
 
-    from k3stack.executor.torch.executor import TorchExecutor
+    from k3stack.executor.torch.executor import Network, TorchExecutor
     from k3stack.models.network import Model
 
 log = logging.getLogger("k3stack.engine")
@@ -93,7 +93,10 @@ def boot(
         track_interval=options.mamba_track_interval,
         max_states_per_path=None if options.mamba_max_states_per_path < 0 else options.mamba_max_states_per_path,
     )
-    executor = _executor(options, model, plan, device, poison, None if free is None else lambda: free(memory))
+    network = _graphed(options, model, plan, context)
+    asked = None if free is None else lambda: free(memory)
+    executor = _executor(options, model, network, plan, device, poison, asked)
+    executor.capture_graphs(progress)
     setup = EngineSetup(
         vocab=geometry.vocab,
         eos_ids=geometry.eos_ids,
@@ -228,9 +231,22 @@ def _load(options: EngineOptions, path: Path, precision: Precision, device: torc
     )
 
 
+def _graphed(options: EngineOptions, model: Model, plan: PoolPlan, context: int) -> Network:
+    """The model, behind CUDA graphs where they serve it."""
+    if model.device.type != "cuda" and options.cuda_graph_max_bs is not None:
+        raise UserError(f"--cuda-graph-max-bs is for GPUs; the model is on {model.device}", param="--cuda-graph-max-bs")
+    if model.device.type != "cuda" or options.disable_cuda_graph or not model.kernels.device_tables:
+        return model
+    from k3stack.executor.torch.graphs import GraphedModel
+
+    most = min(plan.max_running, options.cuda_graph_max_bs or plan.max_running)
+    return GraphedModel(model, max(most, 1), context, plan.layout.page_tokens)
+
+
 def _executor(
     options: EngineOptions,
     model: Model,
+    network: Network,
     plan: PoolPlan,
     device: torch.device,
     poison: bool,
@@ -245,7 +261,7 @@ def _executor(
         return ArenaViews(buffer, plan.layout, model.geometry, state_dtype=state, window_dtype=window, row_dtype=row)
 
     return TorchExecutor(
-        model,
+        network,
         plan,
         views_of,
         vocab=model.geometry.vocab,

@@ -1,6 +1,6 @@
 """Random weights for any geometry (``--load-format dummy``): seeded, the same values in every dtype, finite outputs.
 
-Routed experts that stay packed on a device get random codes: not the values they have where they are decoded.
+A GPU draws them itself, and routed experts that stay packed get random codes: other values than a CPU has.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ PIECE = 1 << 20
 def fill(model: Model, seed: int = 0) -> None:
     """Fill every weight: matrices of standard deviation 1 / sqrt(inputs), norms of one, plausible decay gates."""
     generator = torch.Generator().manual_seed(seed)
+    on_device = torch.Generator(model.device).manual_seed(seed) if model.device.type == "cuda" else generator
     geometry = model.geometry
     top = model.slots()
     layer, slots = -1, top
@@ -29,18 +30,18 @@ def fill(model: Model, seed: int = 0) -> None:
         if spec.layer is not None and spec.layer != layer:
             layer, slots = spec.layer, model.layer_slots(spec.layer)
         dest = (top if spec.layer is None else slots)[spec.kind].dest
-        _fill(dest, spec.kind, generator)
+        _fill(dest, spec.kind, generator, on_device)
     for layer in geometry.moe_layers:
         for expert in model.local_experts(layer):
             for spec in expert_tensors(geometry, layer, expert):
                 dest = model.expert_slot(spec).dest
                 if dest.dtype == torch.uint8:
-                    _packed(dest, spec, generator)
+                    _packed(dest, spec, on_device)
                 elif not spec.kind.endswith(".scale"):
-                    _normal(dest, generator)
+                    _normal(dest, on_device)
 
 
-def _fill(dest: Tensor, kind: str, generator: torch.Generator) -> None:
+def _fill(dest: Tensor, kind: str, generator: torch.Generator, on_device: torch.Generator) -> None:
     name = kind.split(".")[-1]
     if kind == "kda.A_log":
         dest.copy_(torch.empty(dest.shape).uniform_(1.0, 16.0, generator=generator).log_())
@@ -55,9 +56,9 @@ def _fill(dest: Tensor, kind: str, generator: torch.Generator) -> None:
     elif dest.ndim == 1:
         dest.fill_(1.0)
     elif kind == "embed":
-        _normal(dest, generator, std=1.0)
+        _normal(dest, on_device, std=1.0)
     else:
-        _normal(dest, generator)
+        _normal(dest, on_device)
 
 
 def _packed(dest: Tensor, spec: TensorSpec, generator: torch.Generator) -> None:
@@ -66,11 +67,14 @@ def _packed(dest: Tensor, spec: TensorSpec, generator: torch.Generator) -> None:
         inputs = spec.shape[-1] * MXFP4_GROUP
         dest.fill_(127 + round(math.log2(1 / math.sqrt(inputs * CODE_VARIANCE))))
     else:
-        dest.copy_(torch.randint(256, dest.shape, dtype=torch.uint8, generator=generator))
+        dest.random_(0, 256, generator=generator)
 
 
 def _normal(dest: Tensor, generator: torch.Generator, std: float | None = None) -> None:
     std = 1 / math.sqrt(dest.shape[-1]) if std is None else std
+    if dest.device.type == "cuda":
+        dest.normal_(0.0, std, generator=generator)
+        return
     flat = dest.view(-1)
     for a in range(0, flat.numel(), PIECE):
         part = flat[a : a + PIECE]

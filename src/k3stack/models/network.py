@@ -156,7 +156,7 @@ class Model(Part):
                 seen = (("attn_in", x), ("attn_out", y), ("ffn_in", m), ("ffn_out", z), ("stream", stream.current()))
                 for name, value in seen:
                     capture.put(name, i, value)
-        if tail is None:
+        if tail is None and batch.logit_index is not None:
             stream.keep(batch.logit_index)
         mixed = stream.final()
         normed = kernels.rms_norm(mixed, self.norm, eps)

@@ -10,6 +10,7 @@ from k3stack.config.geometry import ModelGeometry, load_geometry
 from k3stack.config.hardware import load_catalogue
 from k3stack.config.layout import ParallelLayout
 from k3stack.errors import UserError
+from k3stack.estimate.floor import decode_floor
 from k3stack.estimate.seconds import Efficiency, StepModel, load_efficiency, parse_efficiency
 from k3stack.estimate.work import Precision, RankModel, StepLoad, experts_touched
 
@@ -86,3 +87,13 @@ def test_unknown_constants_and_sets_are_refused() -> None:
         load_efficiency("h300")
     with pytest.raises(UserError, match="unknown constants"):
         parse_efficiency({"speed": {"value": 1, "source": "x"}}, "t")
+
+
+def test_floor_by_part_adds_up(k3: ModelGeometry) -> None:
+    model = RankModel(k3, ParallelLayout(tp=16, ep=16))
+    load = StepLoad(decode_rows=64, decode_context=64 * 8_500, samples=64)
+    parts = decode_floor(model, load)
+    assert sum(parts.values()) == pytest.approx(model.work(load).bytes, rel=1e-9)
+    # 24 layers' rows of 576 bf16 values, 64 rows of 8,500 tokens; and what a rank reads of MLA's weights.
+    assert parts["mla"] > 64 * 8_500 * 24 * 1_152
+    assert parts["experts"] == max(parts.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -16,6 +17,7 @@ from k3stack.errors import BugError, K3Error
 from k3stack.estimate.pools import PoolPlan
 from k3stack.executor.torch.arena import DeviceArena
 from k3stack.executor.torch.batch import Batch, build_batch
+from k3stack.executor.torch.graphs import GraphedModel
 from k3stack.executor.torch.results import Launched
 from k3stack.executor.torch.rows import RowTables
 from k3stack.executor.torch.sampler import Sampler
@@ -23,6 +25,8 @@ from k3stack.memory.ops import ClearState, CopyPage, CopyState, Op, SetPage, Set
 from k3stack.models.batch import ForwardBatch
 from k3stack.scheduler.plan import PLAN_VERSION, GroupPlan, StepPlan, StepResult
 from k3stack.scheduler.seams import StepHandle
+
+log = logging.getLogger(__name__)
 
 
 class DeviceLost(K3Error):
@@ -99,6 +103,13 @@ class TorchExecutor:
         )
         self._worker.start()
         weakref.finalize(self, self._queue.put, None)
+
+    def capture_graphs(self, progress: bool = False) -> None:
+        """Capture the network's decode steps, where it has graphs; before the first plan."""
+        if isinstance(self._network, GraphedModel):
+            taken = self._network.capture(self._views, progress)
+            sizes = self._network.sizes
+            log.info("CUDA graphs of %d batch sizes up to %d rows: %.2f GiB", len(sizes), sizes[-1], taken / (1 << 30))
 
     @property
     def max_in_flight(self) -> int:
