@@ -72,7 +72,7 @@ def measure(batches: list[int]) -> list[dict[str, Any]]:
         expected = run(given, w13, w2, moe.DECODE)
         for tiles in GRID:
             distance = relative(run(given, w13, w2, tiles), expected)
-            ms = timed(captured(lambda t=tiles: run(given, w13, w2, t)), 10)
+            ms = timed(captured(lambda t=tiles, g=given: run(g, w13, w2, t)), 10)
             entry = {"batch": batch, "experts": touched, "tiles": [tiles.n, tiles.k, tiles.warps, tiles.stages]}
             found.append(entry | {"us": round(ms * 1e3, 1), "tb_s": round(nbytes / ms / 1e9, 3), "off": distance})
     return found
