@@ -31,13 +31,14 @@ SHARED_LIMIT = 227 * 1024
 """Shared memory of one program on an H200."""
 TYPES = {
     torch.bfloat16: "bf16",
+    torch.float16: "fp16",
     torch.float32: "fp32",
     torch.int64: "i64",
     torch.int32: "i32",
     torch.uint8: "u8",
     torch.float8_e4m3fn: "fp8e4nv",
 }
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
 def compile_launch(kernel: Any, *args: Any, **options: Any) -> Any:
@@ -136,9 +137,10 @@ def mla_step() -> None:
 
 
 def experts_packed() -> None:
-    for tokens in (4, 4096):
+    for tokens in (1, 64, 512, 4096):
         ids, weights = ints(tokens, 16), m(tokens, 16, dtype=F32)
-        moe.experts(m(tokens, 3584), ids, weights, packed(56, 6144, 3584), packed(56, 3584, 3072), glu("situ"), 56)
+        w13, w2 = packed(56, 6144, 3584), packed(56, 3584, 3072)
+        moe.experts(m(tokens, 3584), ids, weights, w13, w2, glu("situ"), 56, 896)
 
 
 def experts_plain() -> None:

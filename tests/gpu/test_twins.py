@@ -19,6 +19,7 @@ from k3stack.kernels.mla import reference as mla_reference
 from k3stack.kernels.mla import triton as mla
 from k3stack.kernels.moe import reference as moe_reference
 from k3stack.kernels.moe import triton as moe
+from k3stack.kernels.moe import triton_decode
 from k3stack.kernels.mxfp4 import cpu as mxfp4
 from k3stack.kernels.mxfp4.triton import halves
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
@@ -215,6 +216,26 @@ def test_experts(dtype: torch.dtype, kind: str, packed: bool, tokens: int, first
     mine = moe.experts(x, ids, weights, w13, w2, act, first)
     theirs = moe_reference.experts(x.cpu(), ids.cpu(), weights.cpu(), *full, lambda t: slow_glu(t, situ))
     same(mine.cpu(), theirs, dtype)
+
+
+@pytest.mark.parametrize("pair", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_experts_of_a_decode_step(dtype: torch.dtype, pair: int, tokens: int) -> None:
+    """fp16 products of MXFP4: within fp16's rounding, whatever power of two the activations have."""
+    here, width, inner, top_k = 6, 160, 96, 3
+    x = (draw(tokens, width) * torch.logspace(0, 4, tokens, 10, device=DEVICE)[:, None]).to(dtype)
+    w13, w2 = encode(draw(here, 2 * inner, width, seed=1, scale=0.4)), encode(draw(here, width, inner, seed=2))
+    ids = draw(tokens, here, seed=3).topk(top_k, dim=-1).indices
+    weights = torch.softmax(draw(tokens, top_k, seed=4), -1)
+    act = Glu("situ", 4.0, 25.0, lambda t: slow_glu(t, True))
+    rows = triton_decode.Rows(16, 2, pair, 4)
+    lists, counts = moe.group(ids, here, 0)
+    each = triton_decode.results(x, w13, w2, act, lists, counts, top_k, (rows, rows), asm=not INTERPRETED)
+    mine = moe.add_up(each, ids, weights, 0, here)
+    plain = [torch.stack([w.plain(e, dtype) for e in range(here)]).cpu() for w in (w13, w2)]
+    theirs = moe_reference.experts(x.cpu(), ids.cpu(), weights.cpu(), *plain, lambda t: slow_glu(t, True))
+    for t in range(tokens):
+        assert float(relative(mine[t], theirs[t])) < (0.012 if dtype == torch.bfloat16 else 2e-3)
 
 
 def slow_glu(gate_up: Tensor, situ: bool) -> Tensor:

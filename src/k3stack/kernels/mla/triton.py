@@ -11,6 +11,8 @@ from k3stack.kernels import launch as start
 
 HEADS = 16
 """Heads of one program: the least that a matrix instruction takes."""
+TILE = (64, 8, 2)
+"""Cache rows of one pass, warps, stages."""
 PROGRAMS = 264
 """Programs that fill the device (two a multiprocessor of an H200): long caches are split into as many."""
 MOST_SPLITS = 64
@@ -134,7 +136,7 @@ def attend_latent(
     device = q_latent.device
     partial = torch.empty(count, heads, splits, latent, dtype=torch.float32, device=device)
     logsum = torch.empty(count, heads, splits, dtype=torch.float32, device=device)
-    block = 64 if q_latent.dtype == torch.bfloat16 else 16
+    block, warps, stages = TILE if q_latent.dtype == torch.bfloat16 else (16, 4, 2)
     start.launch(
         _attend_kernel,
         (count, triton.cdiv(heads, HEADS), splits),
@@ -146,8 +148,8 @@ def attend_latent(
         PAGE=rows.shape[1],
         BLOCK_H=HEADS,
         BLOCK_N=min(block, rows.shape[1]),
-        num_warps=4,
-        num_stages=2,
+        num_warps=warps,
+        num_stages=stages,
     )
     out = torch.empty(heads, count, latent, dtype=q_latent.dtype, device=device)
     start.launch(

@@ -1,7 +1,7 @@
 """Router and experts in Triton: each expert's weights are read once a step, whatever tokens chose it.
 
-Three launches: which tokens chose which expert, gate and up with the activation, down. A fourth weighs and adds. The
-same kernels serve decode (few tokens an expert, bound by the bytes of the weights) and chunks; only tiles differ.
+Which tokens chose which expert; gate and up with the activation; down; the weighted sum. The products here use matrix
+instructions; MXFP4 with one or two tokens an expert has its own (``triton_decode``).
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from torch import Tensor
 from k3stack.kernels import launch as start
 from k3stack.kernels.activation.glu import Glu
 from k3stack.kernels.activation.triton import glu
+from k3stack.kernels.moe import triton_decode
 from k3stack.kernels.mxfp4.triton import SHIFT, halves, unpack
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 
+ROUTE_WARPS = 1
+"""One: the best of all experts is then found without the warps waiting for each other."""
 GROUPED = 1024
 """Choices that the grouping kernel looks at in one go."""
 
@@ -37,8 +40,9 @@ class Tiles:
 
 DECODE = Tiles(16, 32, 256, 1, 4, 3)
 CHUNK = Tiles(64, 64, 64, 4, 4, 3)
-FEW = 16
-"""Mean tokens an expert up to which the tiles of ``DECODE`` are taken."""
+FEWEST, FEW = 3, 16
+"""Mean tokens an expert up to which ``triton_decode`` serves MXFP4, and up to which ``DECODE`` is taken."""
+SUMMED = 256
 
 
 @triton.jit
@@ -193,17 +197,19 @@ def _out_kernel(
 
 
 @triton.jit
-def _sum_kernel(results, ids, weights, out, first, experts, width, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_kernel(
+    results, ids, weights, out, first, experts, width, TOPK: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = c < width
-    acc = tl.zeros([BLOCK], tl.float32)
-    for j in range(TOPK):
-        expert = tl.load(ids + token * TOPK + j) - first
-        if (expert >= 0) & (expert < experts):
-            value = tl.load(results + (token * TOPK + j) * width + c, mask=inside, other=0.0)
-            acc += tl.load(weights + token * TOPK + j) * value.to(tl.float32)
-    tl.store(out + token * width + c, acc.to(out.dtype.element_ty), mask=inside)
+    j = tl.arange(0, KEPT)
+    chosen = tl.load(ids + token * TOPK + j, mask=j < TOPK, other=-1) - first
+    here = (chosen >= 0) & (chosen < experts) & (j < TOPK)
+    w = tl.load(weights + token * TOPK + j, mask=here, other=0.0)
+    at = (token * TOPK + j)[:, None] * width + c[None, :]
+    value = tl.load(results + at, mask=here[:, None] & (c < width)[None, :], other=0.0)
+    acc = tl.sum(w[:, None] * value.to(tl.float32), 0)
+    tl.store(out + token * width + c, acc.to(out.dtype.element_ty), mask=c < width)
 
 
 def route(
@@ -226,7 +232,7 @@ def route(
         KEPT=triton.next_power_of_2(top_k),
         RENORMALIZE=renormalize,
         BLOCK=triton.next_power_of_2(experts),
-        num_warps=4,
+        num_warps=ROUTE_WARPS,
     )
     return ids, weights
 
@@ -239,25 +245,48 @@ def experts(
     w2: Tensor | Mxfp4Weight,
     activation: Glu,
     first: int = 0,
-    tiles: tuple[Tiles, Tiles] | None = None,
+    total: int | None = None,
 ) -> Tensor:
     """See ``reference.experts``. w13 [E, 2 I, L] and w2 [E, L, I] hold the experts ``first`` to ``first + E`` - 1 of
-    those that ``ids`` int64 names; choices of others add nothing. ``tiles``: of the two products, for tuning."""
+    ``total`` (None: E) that ``ids`` int64 names; choices of others add nothing."""
     tokens, top_k = ids.shape
+    mean = tokens * top_k / (total or w13.shape[0])
+    lists, counts = group(ids, w13.shape[0], first)
+    if isinstance(w13, Mxfp4Weight) and isinstance(w2, Mxfp4Weight) and x.dtype == torch.bfloat16 and mean <= FEWEST:
+        rows = triton_decode.ONE if tokens == 1 else triton_decode.SOME
+        results = triton_decode.results(x, w13, w2, activation, lists, counts, top_k, (rows, rows))
+    else:
+        tiles = DECODE if mean <= FEW else CHUNK
+        results = tiled(x, w13, w2, activation, lists, counts, top_k, (tiles, tiles))
+    return add_up(results, ids, weights, first, w13.shape[0])
+
+
+def group(ids: Tensor, count: int, first: int) -> tuple[Tensor, Tensor]:
+    """Choices by expert: ids [T, k] -> lists int32 [count, T] of indices into the flat ids, counts int32 [count]."""
+    tokens = ids.shape[0]
+    lists = torch.empty(count, tokens, dtype=torch.int32, device=ids.device)
+    counts = torch.empty(count, dtype=torch.int32, device=ids.device)
+    block = min(GROUPED, triton.next_power_of_2(ids.numel()))
+    start.launch(_group_kernel, (count,), *(ids, lists, counts, first, ids.numel(), tokens), BLOCK=block, num_warps=4)
+    return lists, counts
+
+
+def tiled(
+    x: Tensor,
+    w13: Tensor | Mxfp4Weight,
+    w2: Tensor | Mxfp4Weight,
+    activation: Glu,
+    lists: Tensor,
+    counts: Tensor,
+    top_k: int,
+    tiles: tuple[Tiles, Tiles],
+) -> Tensor:
+    """Each choice's expert output [T top_k, L] by matrix instructions; choices of experts elsewhere are left out."""
     count, double, width = w13.shape
-    inner, total = double // 2, tokens * top_k
-    packed = isinstance(w13, Mxfp4Weight)
-    if tiles is None:
-        # Experts that are not here take their share of the choices with them.
-        few = tokens * top_k <= FEW * max(count, 1) or tokens <= 2 * FEW
-        tiles = (DECODE, DECODE) if few else (CHUNK, CHUNK)
-    device = x.device
-    lists = torch.empty(count, tokens, dtype=torch.int32, device=device)
-    counts = torch.empty(count, dtype=torch.int32, device=device)
-    start.launch(_group_kernel, (count,), *(ids, lists, counts, first, total, tokens), BLOCK=GROUPED, num_warps=4)
-    hidden = torch.empty(total, inner, dtype=x.dtype, device=device)
-    results = torch.empty(total, width, dtype=x.dtype, device=device)
-    bf16 = x.dtype == torch.bfloat16
+    inner, tokens, device = double // 2, x.shape[0], x.device
+    packed, bf16 = isinstance(w13, Mxfp4Weight), x.dtype == torch.bfloat16
+    hidden = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=device)
+    results = torch.empty(tokens * top_k, width, dtype=x.dtype, device=device)
     factor = 2.0**SHIFT.value if packed and bf16 else 1.0
     x = halves(x) if packed else x.contiguous()
     common = {"PACKED": packed, "BF16": packed and bf16}
@@ -280,13 +309,20 @@ def experts(
         **common,
         **_options(t, inner),
     )
-    out = torch.empty(tokens, width, dtype=x.dtype, device=device)
+    return results
+
+
+def add_up(results: Tensor, ids: Tensor, weights: Tensor, first: int, count: int) -> Tensor:
+    """Weighted sums [T, L] of each token's choices that are here."""
+    (tokens, top_k), width = ids.shape, results.shape[1]
+    out = torch.empty(tokens, width, dtype=results.dtype, device=results.device)
     start.launch(
         _sum_kernel,
-        (tokens, triton.cdiv(width, 1024)),
+        (tokens, triton.cdiv(width, SUMMED)),
         *(results, ids, weights, out, first, count, width),
         TOPK=top_k,
-        BLOCK=1024,
+        KEPT=triton.next_power_of_2(top_k),
+        BLOCK=SUMMED,
         num_warps=4,
     )
     return out

@@ -168,7 +168,7 @@ class MoeFfn(Part):
             capture.put("router_weights", layer, weights)
             capture.put("router_scores", layer, torch.sigmoid(logits) + self.bias)
         z = x if moe.latent is None else self.kernels.linear(x, self.down)
-        own = (self.local.start,) if len(self.local) < moe.experts else ()
+        own = (self.local.start, moe.experts) if len(self.local) < moe.experts else ()
         routed = self.kernels.experts(z, ids, weights, self.w13, self.w2, self.act, *own)
         if moe.latent is not None:
             if self.latent_norm is not None:
