@@ -1,6 +1,6 @@
 """Tile shapes of the experts' kernels: bytes per second of each, on the experts of one rank of 32 GPUs.
 
-Correct results first, then one line a shape and batch. The best are what ``kernels.moe.triton`` has as its tiles.
+Correct results first, then one line a shape and batch. The best are what ``kernels.moe.triton_decode`` has.
 
     python -m benchmarks.moe_tiles --batch 1 16 64 --processes 12
 """
@@ -21,13 +21,13 @@ from torch import Tensor
 from k3stack.kernels.activation import reference as activation
 from k3stack.kernels.activation.glu import Glu
 from k3stack.kernels.moe import triton as moe
-from k3stack.kernels.moe.triton import Tiles
+from k3stack.kernels.moe import triton_decode
+from k3stack.kernels.moe.triton_decode import Rows
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 
 DEVICE = torch.device("cuda", 0)
 EXPERTS, ALL, TOP_K, LATENT, INNER = 28, 896, 16, 3584, 3072
-GRID = [Tiles(16, n, k, 1, w, s) for n, k, w, s in itertools.product((16, 32, 64), (128, 256, 512), (2, 4), (2, 4))
-        if n * k <= 64 * 256]  # fmt: skip
+GRID = [Rows(*shape) for shape in itertools.product((8, 16, 32), (8, 16, 32), (1, 2), (4, 8)) if shape != (8, 8, 1, 8)]
 
 
 def situ(gate_up: Tensor) -> Tensor:
@@ -49,15 +49,18 @@ def inputs(batch: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(batch, LATENT, device=DEVICE).bfloat16(), ids, torch.rand(batch, TOP_K, device=DEVICE)
 
 
-def run(given: tuple[Tensor, ...], w13: Mxfp4Weight, w2: Mxfp4Weight, tiles: Tiles) -> Tensor:
-    return moe.experts(*given[:3], w13, w2, ACT, 0, (tiles, tiles))
+def run(given: tuple[Tensor, ...], w13: Mxfp4Weight, w2: Mxfp4Weight, rows: Rows) -> Tensor:
+    x, ids, share = given
+    lists, counts = moe.group(ids, EXPERTS, 0)
+    each = triton_decode.results(x, w13, w2, ACT, lists, counts, TOP_K, (rows, rows))
+    return moe.add_up(each, ids, share, 0, EXPERTS)
 
 
 def compile_some(share: tuple[int, int]) -> None:
     """Fill Triton's cache with every ``share[1]``-th shape."""
     w13, w2 = weights(2 * INNER, LATENT), weights(LATENT, INNER)
-    for tiles in GRID[share[0] :: share[1]]:
-        run(inputs(4), w13, w2, tiles)
+    for rows in GRID[share[0] :: share[1]]:
+        run(inputs(4), w13, w2, rows)
     torch.cuda.synchronize()
 
 
@@ -69,11 +72,11 @@ def measure(batches: list[int]) -> list[dict[str, Any]]:
         here = given[1].unique()
         touched = int((here < EXPERTS).sum())
         nbytes = touched * (w13.nbytes + w2.nbytes) / EXPERTS
-        expected = run(given, w13, w2, moe.DECODE)
-        for tiles in GRID:
-            distance = relative(run(given, w13, w2, tiles), expected)
-            ms = timed(captured(lambda t=tiles, g=given: run(g, w13, w2, t)), 10)
-            entry = {"batch": batch, "experts": touched, "tiles": [tiles.n, tiles.k, tiles.warps, tiles.stages]}
+        expected = run(given, w13, w2, triton_decode.SOME)
+        for rows in GRID:
+            distance = relative(run(given, w13, w2, rows), expected)
+            ms = timed(captured(lambda r=rows, g=given: run(g, w13, w2, r)), 10)
+            entry = {"batch": batch, "experts": touched, "rows": [rows.n, rows.groups, rows.tokens, rows.warps]}
             found.append(entry | {"us": round(ms * 1e3, 1), "tb_s": round(nbytes / ms / 1e9, 3), "off": distance})
     return found
 

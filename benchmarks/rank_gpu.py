@@ -157,7 +157,8 @@ class Rank:
         n = len(ffn.local)
         ids = torch.rand(tokens, n, device=DEVICE).topk(min(moe.top_k, n), -1).indices
         weights = torch.softmax(torch.randn(ids.shape, device=DEVICE), -1)
-        mine = self.model.kernels.experts(z, ids + ffn.local.start, weights, ffn.w13, ffn.w2, ffn.act, ffn.local.start)
+        own = (ffn.local.start, moe.experts)
+        mine = self.model.kernels.experts(z, ids + ffn.local.start, weights, ffn.w13, ffn.w2, ffn.act, *own)
         plain = [[w.plain(e, z.dtype) if isinstance(w, Mxfp4Weight) else w[e] for e in range(n)]
                  for w in (ffn.w13, ffn.w2)]  # fmt: skip
         return relative(mine, moe_reference.experts(z, ids, weights, *plain, ffn.act))  # type: ignore[arg-type]
@@ -214,7 +215,8 @@ def part_runs(rank: Rank, batch: DecodeBatch) -> dict[str, Callable[[], None]]:
 
     def experts() -> None:
         for ffn, (ids, weights) in zip(moe, choice, strict=True):
-            ffn.kernels.experts(latent, ids, weights, ffn.w13, ffn.w2, ffn.act, ffn.local.start)
+            own = (ffn.local.start, ffn.moe.experts)
+            ffn.kernels.experts(latent, ids, weights, ffn.w13, ffn.w2, ffn.act, *own)
 
     def router() -> None:
         for ffn in moe:

@@ -38,7 +38,7 @@ TYPES = {
     torch.uint8: "u8",
     torch.float8_e4m3fn: "fp8e4nv",
 }
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages")
 
 
 def compile_launch(kernel: Any, *args: Any, **options: Any) -> Any:

@@ -11,8 +11,8 @@ from k3stack.kernels import launch as start
 
 HEADS = 16
 """Heads of one program: the least that a matrix instruction takes."""
-TILE = (64, 8, 2)
-"""Cache rows of one pass, warps, stages."""
+TILES = {1: (32, 4, 3), 2: (64, 4, 2), 4: (16, 4, 2)}
+"""Cache rows of one pass, warps and stages by the bytes of a cached value."""
 PROGRAMS = 264
 """Programs that fill the device (two a multiprocessor of an H200): long caches are split into as many."""
 MOST_SPLITS = 64
@@ -136,7 +136,7 @@ def attend_latent(
     device = q_latent.device
     partial = torch.empty(count, heads, splits, latent, dtype=torch.float32, device=device)
     logsum = torch.empty(count, heads, splits, dtype=torch.float32, device=device)
-    block, warps, stages = TILE if q_latent.dtype == torch.bfloat16 else (16, 4, 2)
+    block, warps, stages = TILES[max(rows.dtype.itemsize, 4 if q_latent.dtype == torch.float32 else 1)]
     start.launch(
         _attend_kernel,
         (count, triton.cdiv(heads, HEADS), splits),

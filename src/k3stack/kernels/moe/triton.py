@@ -20,8 +20,7 @@ from k3stack.kernels.moe import triton_decode
 from k3stack.kernels.mxfp4.triton import SHIFT, halves, unpack
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 
-ROUTE_WARPS = 1
-"""One: the best of all experts is then found without the warps waiting for each other."""
+ROUTE_WARPS = 4
 GROUPED = 1024
 """Choices that the grouping kernel looks at in one go."""
 

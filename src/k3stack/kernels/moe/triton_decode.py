@@ -39,7 +39,7 @@ class Rows:
     warps: int
 
 
-ONE = Rows(16, 16, 1, 4)
+ONE = Rows(16, 32, 1, 8)
 SOME = Rows(16, 16, 2, 4)
 
 # Codes come out 2^-14 times what they stand for: the bits of e2m1 below fp16's sign, in the lowest bits of its exponent
