@@ -22,14 +22,14 @@ from k3stack.config.tensors import TensorSpec, expected_tensors
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "U8": torch.uint8}
 
 
-def quarter_kimi_linear() -> dict[str, Any]:
+def quarter_kimi_linear(experts: int = 32) -> dict[str, Any]:
     """Kimi-Linear's layer shapes at a quarter of the width: 8 layers, 32 experts of which 8, full vocabulary.
 
     Head sizes (128, 64 shared, latent 512) and the vocabulary stay as published.
     """
     raw: dict[str, Any] = json.loads((files("k3stack.config") / "data" / "kimi_linear_48b_config.json").read_text())
     raw.update(hidden_size=576, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8)
-    raw.update(intermediate_size=2304, moe_intermediate_size=256, num_experts=32, num_experts_per_token=8)
+    raw.update(intermediate_size=2304, moe_intermediate_size=256, num_experts=experts, num_experts_per_token=8)
     raw["linear_attn_config"].update(num_heads=8, kda_layers=[1, 2, 3, 5, 6, 7], full_attn_layers=[4, 8])
     return raw
 

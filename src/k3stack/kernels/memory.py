@@ -1,21 +1,52 @@
-"""How the process's allocator treats large temporaries."""
+"""How the process's memory is laid out for weights and large temporaries on a CPU (Linux; elsewhere nothing happens).
+
+All of them are hints to the C library and the kernel; results do not depend on them.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import sys
+from functools import cache
 
+PAGE = 4096
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+MADV_DONTNEED = 4
+HEAP_LIMIT = 32 << 20
+"""Largest block that malloc can be told to take from its heap."""
 
 
 def keep_freed_memory() -> bool:
     """Let glibc's malloc keep freed memory for the next step instead of returning it to the kernel.
 
     By default every temporary of some megabytes is mapped anew, zeroed page by page and unmapped again: a fifth of a
-    long prefill's time on a CPU. Costs address space the size of the largest step's temporaries. Returns False where
-    the C library has no such setting, and nothing changes.
+    long prefill's time on a CPU. Costs memory of the size of the largest step's temporaries. Returns False where the
+    C library has no such setting.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(_libc(), "mallopt", None)
     if mallopt is None:
         return False
-    settings = ((M_MMAP_THRESHOLD, 32 << 20), (M_TRIM_THRESHOLD, 1 << 30), (M_TOP_PAD, 64 << 20))
-    return all(mallopt(name, value) == 1 for name, value in settings)
+    settings = ((M_MMAP_THRESHOLD, HEAP_LIMIT), (M_TRIM_THRESHOLD, (1 << 31) - 1), (M_TOP_PAD, 2 * HEAP_LIMIT))
+    return sum(mallopt(name, value) for name, value in settings) == len(settings)
+
+
+def give_back(start: int, size: int) -> bool:
+    """Return the whole pages in [start, start + size) to the system: the addresses stay valid, the values are gone.
+
+    False where the system refuses.
+    """
+    first, last = -(-start // PAGE) * PAGE, (start + size) // PAGE * PAGE
+    if last <= first or not sys.platform.startswith("linux"):
+        return False
+    return _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_DONTNEED) == 0
+
+
+def trim() -> bool:
+    """Return whole free pages of malloc's heaps to the system; False where the C library cannot."""
+    malloc_trim = getattr(_libc(), "malloc_trim", None)
+    return malloc_trim is not None and malloc_trim(0) == 1
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

@@ -34,7 +34,7 @@ class Kernels:
     name: str
     why: str
     pack: Callable[[Tensor], Weight]
-    pack_all: Callable[[list[Tensor]], Sequence[Weight]]
+    stacker: Callable[[Sequence[Tensor]], stacked.Stacker]
     linear: Callable[[Tensor, Weight], Tensor]
     router_logits: Callable[[Tensor, Weight], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -98,7 +98,7 @@ def _torch(dtype: torch.dtype, why: str) -> Kernels:
         name="torch",
         why=why,
         pack=linear.pack,
-        pack_all=stacked.pack_all,
+        stacker=stacked.Stacker,
         linear=linear.linear,
         router_logits=linear.router_logits,
         rms_norm=norm.rms_norm,
@@ -137,7 +137,7 @@ def _triton(dtype: torch.dtype) -> Kernels:
         name="triton",
         why="Triton kernels for CUDA; cuBLAS for plain products; torch for KDA and MLA of chunks",
         pack=fast_linear.pack,
-        pack_all=stacked.pack_all,
+        stacker=stacked.Stacker,
         linear=fast_linear.linear,
         router_logits=fast_linear.router_logits,
         rms_norm=fast_norm.rms_norm,

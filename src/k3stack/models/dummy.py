@@ -24,6 +24,7 @@ def fill(model: Model, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     on_device = torch.Generator(model.device).manual_seed(seed) if model.device.type == "cuda" else generator
     geometry = model.geometry
+    model.materialise()
     top = model.slots()
     layer, slots = -1, top
     for spec in expected_tensors(geometry, vision=False, routed=False):

@@ -20,7 +20,7 @@ from k3stack.models.capture import Capture
 from k3stack.models.layers.ffn import DenseFfn, MoeFfn
 from k3stack.models.layers.kda import KdaAttention
 from k3stack.models.layers.mla import MlaAttention
-from k3stack.models.layers.part import Part, Slot, empty
+from k3stack.models.layers.part import Part, Slot, empty, matrix
 from k3stack.models.layers.stream import PlainStream, ResidualScorers, ResidualStream, Stream
 from k3stack.models.share import WHOLE, Share
 from k3stack.models.views import ArenaViews
@@ -66,6 +66,8 @@ class Layer(Part):
 class Model(Part):
     """Weights (uninitialised until a loader fills them; see ``models.load``) and the forward pass."""
 
+    PRODUCTS = ("lm_head",)
+
     def __init__(
         self,
         geometry: ModelGeometry,
@@ -86,7 +88,7 @@ class Model(Part):
         if geometry.residual_block is not None:
             self.scorers = ResidualScorers(geometry, self.kernels, dtype, device)
         self.norm = empty(geometry.hidden, dtype=dtype, device=device)
-        self.lm_head = empty(geometry.vocab, geometry.hidden, dtype=dtype, device=device)
+        self.lm_head = matrix(geometry.vocab, geometry.hidden, dtype=dtype, device=device)
 
     @property
     def weight_bytes(self) -> int:
@@ -117,13 +119,23 @@ class Model(Part):
         ffn = self.layers[layer].ffn
         return ffn.local if isinstance(ffn, MoeFfn) else range(0)
 
+    def materialise(self) -> None:
+        """Give memory to all weights that have none yet, for who fills them in any order."""
+        for place in self.places():
+            weight = place.get()
+            if isinstance(weight, Tensor) and weight.is_meta:
+                place.put(torch.empty(weight.shape, dtype=weight.dtype, device=self.device))
+
     def finish(self) -> None:
-        """Compute what is derived from the weights; called once, by the loader."""
+        """Compute what is derived from the weights and pack those that are not; called once, by the loader."""
+        for place in self.places():
+            weight = place.get()
+            if isinstance(weight, Tensor):
+                place.pack(weight)
         for layer in self.layers:
             layer.finish()
         if self.scorers is not None:
             self.scorers.finish()
-        self.lm_head = self.kernels.pack(self.lm_head)
 
     def forward(self, batch: ForwardBatch, views: ArenaViews, capture: Capture | None = None) -> Tensor:
         """Run the batch's tokens; states and cache rows in the arena move on in place.

@@ -63,25 +63,46 @@ class Stack(Sequence[Weight]):
         return convolve(x.view(-1, count * x.shape[1]), self._whole, count).view(x.shape[0], -1)
 
 
-def pack_all(weights: list[Tensor]) -> Sequence[Weight]:
-    """The weights [out, in] of a layer's experts as the products are fastest with them. Empties the list as it goes,
-    so that no more than one expert is held twice."""
-    first = weights[0]
-    shape, dtype, count = (first.shape[0], first.shape[1]), first.dtype, len(weights)
-    layout = _layout(count, *shape, dtype) if packs(dtype, first.device) and count > 1 else None
-    if layout is None:
-        return [pack(weights.pop(0)) for _ in range(count)]
-    size = layout.single_bytes
-    owner = torch.empty(count * size, dtype=torch.uint8)
-    parts = []
-    for e in range(count):
-        place = owner.data_ptr() + e * size
-        packed = _pack(weights.pop(0), 1, SINGLE_ROWS[-1])
+class Stacker:
+    """Packs the weights [out, in] of a layer's experts one at a time, in any order, from any thread.
+
+    ``like``: tensors of their shape, dtype and device; values do not matter (device 'meta' stands for the CPU).
+    """
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        first, self._count = like[0], len(like)
+        self._shape, self._dtype = (first.shape[0], first.shape[1]), first.dtype
+        device = torch.device("cpu") if first.is_meta else first.device
+        stacks = self._count > 1 and packs(first.dtype, device)
+        self._layout = _layout(self._count, *self._shape, self._dtype) if stacks else None
+        size = self._layout.single_bytes if self._layout is not None else 0
+        self._owner = torch.empty(self._count * size, dtype=torch.uint8)
+
+    def pack(self, expert: int, weight: Tensor) -> Weight:
+        """The weight as the products are fastest with it; the argument may be dropped or used again afterwards."""
+        if self._layout is None:
+            return pack(weight)
+        size = self._layout.single_bytes
+        place = self._owner.data_ptr() + expert * size
+        packed = _pack(weight, 1, SINGLE_ROWS[-1])
         ctypes.memmove(place, torch.ops.mkldnn.data_ptr(packed), size)
-        data = _at(place, (*shape, 1, 1), dtype, layout.single)
-        parts.append(Packed(data, shape, dtype, owner))
-    whole = _at(owner.data_ptr(), (count * shape[0], shape[1], 1, 1), dtype, layout.group)
-    return Stack(parts, whole, layout.least_rows)
+        data = _at(place, (*self._shape, 1, 1), self._dtype, self._layout.single)
+        return Packed(data, self._shape, self._dtype, self._owner)
+
+    def finish(self, parts: Sequence[Weight]) -> Sequence[Weight]:
+        """All of them, as ``pack`` returned them."""
+        packed = [p for p in parts if isinstance(p, Packed)]
+        if self._layout is None or len(packed) < self._count:
+            return list(parts)
+        shape = (self._count * self._shape[0], self._shape[1], 1, 1)
+        whole = _at(self._owner.data_ptr(), shape, self._dtype, self._layout.group)
+        return Stack(packed, whole, self._layout.least_rows)
+
+
+def pack_all(weights: Sequence[Tensor]) -> Sequence[Weight]:
+    """The weights [out, in] of a layer's experts as the products are fastest with them."""
+    stacker = Stacker(weights)
+    return stacker.finish([stacker.pack(e, w) for e, w in enumerate(weights)])
 
 
 @dataclass(frozen=True, slots=True)

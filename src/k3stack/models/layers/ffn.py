@@ -15,7 +15,7 @@ from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 from k3stack.kernels.precision import wide_dtype
 from k3stack.kernels.select import Kernels
 from k3stack.models.capture import Capture
-from k3stack.models.layers.part import Part, Slot, empty
+from k3stack.models.layers.part import Part, Slot, empty, matrix
 from k3stack.models.share import WHOLE, Share
 
 
@@ -30,6 +30,8 @@ def glu(geometry: ModelGeometry, kernels: Kernels) -> Glu:
 class Mlp(Part):
     """``down(act(gate x, up x))``; gate and up are one weight."""
 
+    PRODUCTS = ("w13", "w2")
+
     def __init__(
         self,
         kind: str,
@@ -41,8 +43,8 @@ class Mlp(Part):
         device: torch.device,
     ) -> None:
         self.kind, self.width, self.kernels, self.act = kind, width, kernels, act
-        self.w13 = empty(2 * width, hidden, dtype=dtype, device=device)
-        self.w2 = empty(hidden, width, dtype=dtype, device=device)
+        self.w13 = matrix(2 * width, hidden, dtype=dtype, device=device)
+        self.w2 = matrix(hidden, width, dtype=dtype, device=device)
 
     def slots(self) -> dict[str, Slot]:
         return {
@@ -50,9 +52,6 @@ class Mlp(Part):
             f"{self.kind}.up_proj": Slot(self.w13[self.width :]),
             f"{self.kind}.down_proj": Slot(self.w2),
         }
-
-    def finish(self) -> None:
-        self.w13, self.w2 = self.kernels.pack(self.w13), self.kernels.pack(self.w2)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
@@ -66,8 +65,8 @@ def _expert_weights(
     inner = geometry.moe.expert_width
     shapes = ((2 * inner, width), (width, inner))
     if not kernels.stacked_experts:
-        # One tensor an expert, so that each can be laid out for the product and its plain form freed on its own.
-        w13, w2 = ([empty(*shape, dtype=dtype, device=device) for _ in range(count)] for shape in shapes)
+        # One tensor an expert, so that each can be laid out for the product by itself.
+        w13, w2 = ([matrix(*shape, dtype=dtype, device=device) for _ in range(count)] for shape in shapes)
         return w13, w2
     if not geometry.moe.mxfp4:
         w13, w2 = (empty(count, *shape, dtype=dtype, device=device) for shape in shapes)
@@ -92,15 +91,14 @@ class DenseFfn(Part):
     def slots(self) -> dict[str, Slot]:
         return self.mlp.slots()
 
-    def finish(self) -> None:
-        self.mlp.finish()
-
     def __call__(self, x: Tensor, layer: int, capture: Capture | None) -> Tensor:
         return self.mlp(x)
 
 
 class MoeFfn(Part):
     """Routed experts (in the latent width where there is one) plus the shared MLP on the full width."""
+
+    PRODUCTS = ("router", "w13", "w2", "down", "up")
 
     def __init__(
         self,
@@ -115,13 +113,15 @@ class MoeFfn(Part):
         self.act = glu(geometry, kernels)
         width = moe.latent or hidden
         # Router scores are summed in the wide dtype, of exact products.
-        self.router = empty(moe.experts, hidden, dtype=kernels.router_dtype, device=device)
+        self.router = matrix(moe.experts, hidden, dtype=kernels.router_dtype, device=device)
         self.bias = empty(moe.experts, dtype=wide_dtype(dtype), device=device)
         self.local = share.experts(moe.experts)
         self.w13, self.w2 = _expert_weights(geometry, len(self.local), width, kernels, dtype, device)
+        lists = {"w13": self.w13, "w2": self.w2} if not kernels.stacked_experts else {}
+        self.stackers = {name: kernels.stacker(weights) for name, weights in lists.items()}
         if moe.latent is not None:
-            self.down = empty(moe.latent, hidden, dtype=dtype, device=device)
-            self.up = empty(hidden, moe.latent, dtype=dtype, device=device)
+            self.down = matrix(moe.latent, hidden, dtype=dtype, device=device)
+            self.up = matrix(hidden, moe.latent, dtype=dtype, device=device)
             self.latent_norm = empty(moe.latent, dtype=dtype, device=device) if moe.latent_norm else None
         self.shared = None
         if moe.shared_experts:
@@ -148,14 +148,9 @@ class MoeFfn(Part):
         return Slot(own[:width] if matrix == "w1" else own[width:])
 
     def finish(self) -> None:
-        pack = self.kernels.pack
-        self.router = pack(self.router)
-        if isinstance(self.w13, list) and isinstance(self.w2, list):
-            self.w13, self.w2 = self.kernels.pack_all(self.w13), self.kernels.pack_all(self.w2)
-        if self.moe.latent is not None:
-            self.down, self.up = pack(self.down), pack(self.up)
-        if self.shared is not None:
-            self.shared.finish()
+        for name, stacker in self.stackers.items():
+            setattr(self, name, stacker.finish(getattr(self, name)))
+        self.stackers = {}
 
     def __call__(self, x: Tensor, layer: int, capture: Capture | None) -> Tensor:
         """x [T, hidden] (normed) -> [T, hidden]."""

@@ -11,7 +11,7 @@ from k3stack.config.geometry import ModelGeometry
 from k3stack.kernels.precision import wide_dtype, widen
 from k3stack.kernels.select import Kernels
 from k3stack.models.batch import Step, Tail
-from k3stack.models.layers.part import Part, Slot, empty, first, taps_first
+from k3stack.models.layers.part import Part, Slot, empty, first, matrix, taps_first
 from k3stack.models.views import ArenaViews
 
 L2_EPS = 1e-6
@@ -19,6 +19,8 @@ L2_EPS = 1e-6
 
 class KdaAttention(Part):
     """``index`` counts KDA layers from 0. All projections of the input are one weight: q, k, v, f_a, gate, b."""
+
+    PRODUCTS = ("w_in", "w_f", "w_g", "w_out")
 
     def __init__(
         self, geometry: ModelGeometry, index: int, kernels: Kernels, dtype: torch.dtype, device: torch.device
@@ -31,10 +33,10 @@ class KdaAttention(Part):
         gate = self.width if self.full_rank else self.head_dim
         self.sizes = (3 * self.width, self.head_dim, gate, self.heads)
         wide = wide_dtype(dtype)
-        self.w_in = empty(sum(self.sizes), hidden, dtype=dtype, device=device)
-        self.w_f = empty(self.width, self.head_dim, dtype=dtype, device=device)
-        self.w_g = None if self.full_rank else empty(self.width, self.head_dim, dtype=dtype, device=device)
-        self.w_out = empty(hidden, self.width, dtype=dtype, device=device)
+        self.w_in = matrix(sum(self.sizes), hidden, dtype=dtype, device=device)
+        self.w_f = matrix(self.width, self.head_dim, dtype=dtype, device=device)
+        self.w_g = None if self.full_rank else matrix(self.width, self.head_dim, dtype=dtype, device=device)
+        self.w_out = matrix(hidden, self.width, dtype=dtype, device=device)
         self.conv = empty(kda.conv_kernel, 3 * self.width, dtype=wide, device=device)
         self.exp_a = empty(self.heads, dtype=wide, device=device)
         self.dt_bias = empty(self.width, dtype=wide, device=device)
@@ -59,10 +61,7 @@ class KdaAttention(Part):
         return slots | {"kda.g_a_proj": Slot(gate), "kda.g_b_proj": Slot(self.w_g)}
 
     def finish(self) -> None:
-        pack = self.kernels.pack
         self.exp_a.exp_()
-        self.w_in, self.w_f, self.w_out = pack(self.w_in), pack(self.w_f), pack(self.w_out)
-        self.w_g = None if self.w_g is None else pack(self.w_g)
 
     def __call__(self, x: Tensor, step: Step, views: ArenaViews, tail: Tail | None = None) -> Tensor:
         """x [T, hidden] (normed) -> [T, hidden], or [N, hidden] of the ``tail``'s tokens; states and windows of the

@@ -8,12 +8,14 @@ from torch import Tensor
 from k3stack.config.geometry import ModelGeometry
 from k3stack.kernels.select import Kernels
 from k3stack.models.batch import Step, Tail
-from k3stack.models.layers.part import Part, Slot, empty
+from k3stack.models.layers.part import Part, Slot, empty, matrix
 from k3stack.models.views import ArenaViews
 
 
 class MlaAttention(Part):
     """``index`` counts MLA layers from 0. Projections of the input: kv_a, and as one weight q (or q_a) and gate."""
+
+    PRODUCTS = ("w_kv", "w_in", "w_q", "w_out")
 
     def __init__(
         self,
@@ -31,14 +33,14 @@ class MlaAttention(Part):
         self.q_lora, self.output_gate, self.out_width = mla.q_lora_rank, mla.output_gate, out_width
         queries = self.heads * self.qk_dim
         self.sizes = (self.q_lora or queries, out_width if self.output_gate else 0)
-        self.w_kv = empty(mla.row_width, hidden, dtype=dtype, device=device)
-        self.w_in = empty(sum(self.sizes), hidden, dtype=dtype, device=device)
+        self.w_kv = matrix(mla.row_width, hidden, dtype=dtype, device=device)
+        self.w_in = matrix(sum(self.sizes), hidden, dtype=dtype, device=device)
         if self.q_lora is not None:
             self.q_norm = empty(self.q_lora, dtype=dtype, device=device)
-            self.w_q = empty(queries, self.q_lora, dtype=dtype, device=device)
+            self.w_q = matrix(queries, self.q_lora, dtype=dtype, device=device)
         self.kv_norm = empty(self.latent, dtype=dtype, device=device)
         self.kv_b = empty(self.heads, mla.nope_dim + mla.v_dim, self.latent, dtype=dtype, device=device)
-        self.w_out = empty(hidden, out_width, dtype=dtype, device=device)
+        self.w_out = matrix(hidden, out_width, dtype=dtype, device=device)
 
     def slots(self) -> dict[str, Slot]:
         q, gate = self.w_in.split(list(self.sizes))
@@ -57,12 +59,6 @@ class MlaAttention(Part):
         if self.output_gate:
             slots["mla.g_proj"] = Slot(gate)
         return slots
-
-    def finish(self) -> None:
-        pack = self.kernels.pack
-        self.w_kv, self.w_in, self.w_out = pack(self.w_kv), pack(self.w_in), pack(self.w_out)
-        if self.q_lora is not None:
-            self.w_q = pack(self.w_q)
 
     def __call__(self, x: Tensor, step: Step, views: ArenaViews, tail: Tail | None = None) -> Tensor:
         """x [T, hidden] (normed) -> [T, hidden], or [N, hidden] of the ``tail``'s tokens; writes the cache rows of all

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from k3stack.kernels.linear.cpu import Packed, Weight
-from k3stack.kernels.linear.stacked import Stack
+from k3stack.kernels.linear.cpu import Packed, Weight, packs
+from k3stack.kernels.linear.stacked import Stack, Stacker
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
+from k3stack.kernels.select import Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +28,60 @@ class Slot:
     fit: Callable[[Tensor], Tensor] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a part keeps a weight: an attribute, or an item of a list."""
+
+    holder: Part | list[Weight]
+    key: str | int
+    packer: Callable[[Tensor], Weight]
+
+    def get(self) -> Weight:
+        if isinstance(self.holder, Part):
+            weight: Weight = getattr(self.holder, str(self.key))
+            return weight
+        return self.holder[int(self.key)]
+
+    def put(self, weight: Weight) -> None:
+        if isinstance(self.holder, Part):
+            setattr(self.holder, str(self.key), weight)
+        else:
+            self.holder[int(self.key)] = weight
+
+    def pack(self, weight: Tensor) -> None:
+        """Put a plain weight here, laid out for the product; its memory may be used again afterwards."""
+        self.put(self.packer(weight))
+
+
 class Part:
     """A layer or block: plain attributes that are tensors, and other parts."""
+
+    PRODUCTS: tuple[str, ...] = ()
+    """Attributes made by ``matrix`` (or lists of such weights, or None)."""
+    kernels: Kernels
+    stackers: dict[str, Stacker]
+    """Of the attributes that are lists."""
 
     def slots(self) -> dict[str, Slot]:
         """Destination of each tensor kind, experts left out."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Compute what is derived from weights and lay them out for the product, once they are all in place."""
+        """Compute what is derived from weights, once they are all in place."""
+
+    def places(self) -> Iterator[Place]:
+        """Of all weights that ``matrix`` made, sub-parts included."""
+        for name in self.PRODUCTS:
+            value = getattr(self, name, None)
+            if isinstance(value, list):
+                stacker = self.stackers[name]
+                yield from (Place(value, e, partial(stacker.pack, e)) for e in range(len(value)))
+            elif value is not None:
+                yield Place(self, name, self.kernels.pack)
+        for value in vars(self).values():
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, Part):
+                    yield from part.places()
 
     def all_weights(self) -> Iterator[Weight]:
         """All weights held, plain and packed, sub-parts included."""
@@ -66,4 +113,14 @@ def taps_first(t: Tensor) -> Tensor:
 
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Room for a weight, uninitialised."""
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+def matrix(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A weight [out, in] for ``kernels.linear``, uninitialised.
+
+    Where such weights are packed it takes no memory (device 'meta'): its values are laid out for the product as they
+    arrive, so the plain weight never exists beside all the others (``stream_in``, ``Model.materialise``).
+    """
+    return torch.empty(shape, dtype=dtype, device="meta" if packs(dtype, device) else device)
