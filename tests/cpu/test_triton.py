@@ -30,19 +30,13 @@ def test_kernels_compile_for_sm_90(case: str) -> None:
     assert done
 
 
-def test_kernels_agree_with_their_twins_under_the_interpreter() -> None:
+@pytest.mark.parametrize(
+    "tests", ["test_twins.py", pytest.param("test_triton_network.py", marks=pytest.mark.slow, id="network")]
+)
+def test_kernels_agree_with_their_twins_under_the_interpreter(tests: str) -> None:
     # The interpreter replaces kernels where they are defined: it needs a process of its own.
     found = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            "tests/gpu/test_twins.py",
-            "tests/gpu/test_triton_network.py",
-        ],
+        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", f"tests/gpu/{tests}"],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""},
         capture_output=True,

@@ -13,15 +13,17 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from k3stack.kernels import select
 from k3stack.models import network
+from k3stack.models.layers import part
 from k3stack.models.load import load_model
 from tests.cpu.harness import GOLDEN, TestArena, golden, off
 from tests.cpu.test_golden_network import FLOAT32, prompt
 
 
-@pytest.mark.parametrize("name", ["k3_tiny_open"])
+@pytest.mark.parametrize("name", ["k3_tiny_open", "kimi_linear_tiny_open"])
 def test_prefill_and_decode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of (b) prefilled, one in chunks beside decode rows, then greedy steps: logits as others computed them."""
     monkeypatch.setattr(network, "select_kernels", lambda device, dtype, geometry: select._triton(torch.float32))
+    monkeypatch.setattr(part, "packs", lambda dtype, device: False)
     net = load_model(GOLDEN / name, dtype="float32", progress=False)
     assert net.kernels.name == "triton"
     g, arena = golden(name), TestArena(net)

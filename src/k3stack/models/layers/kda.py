@@ -31,9 +31,11 @@ class KdaAttention(Part):
         self.lower_bound = kda.gate_lower_bound
         self.full_rank = kda.full_rank_gate
         gate = self.width if self.full_rank else self.head_dim
-        self.sizes = (3 * self.width, self.head_dim, gate, self.heads)
+        sizes = (3 * self.width, self.head_dim, gate, self.heads)
+        self.sizes = (*sizes, -sum(sizes) % kernels.row_multiple)
         wide = wide_dtype(dtype)
         self.w_in = matrix(sum(self.sizes), hidden, dtype=dtype, device=device)
+        self.w_in[sum(sizes) :] = 0
         self.w_f = matrix(self.width, self.head_dim, dtype=dtype, device=device)
         self.w_g = None if self.full_rank else matrix(self.width, self.head_dim, dtype=dtype, device=device)
         self.w_out = matrix(hidden, self.width, dtype=dtype, device=device)
@@ -44,7 +46,7 @@ class KdaAttention(Part):
 
     def slots(self) -> dict[str, Slot]:
         w = self.width
-        _, fa, gate, b = self.w_in.split(list(self.sizes))
+        _, fa, gate, b, _ = self.w_in.split(list(self.sizes))
         slots = {f"kda.{n}_proj": Slot(self.w_in[i * w : (i + 1) * w]) for i, n in enumerate("qkv")}
         slots |= {f"kda.{n}_conv1d": Slot(self.conv[:, i * w : (i + 1) * w], taps_first) for i, n in enumerate("qkv")}
         slots |= {
@@ -67,7 +69,7 @@ class KdaAttention(Part):
         """x [T, hidden] (normed) -> [T, hidden], or [N, hidden] of the ``tail``'s tokens; states and windows of the
         step's rows move on in place."""
         tokens, heads, k = x.shape[0], self.heads, self.head_dim
-        raw, f, gate, b = self.kernels.linear(x, self.w_in).split(self.sizes, dim=1)
+        raw, f, gate, b, _ = self.kernels.linear(x, self.w_in).split(self.sizes, dim=1)
         if step.all_decode and self.kernels.kda_step is not None:
             y = self._whole_step(self.kernels.kda_step, (raw, f, gate, b), step, views)
             return self.kernels.linear(y if tail is None else y[tail.tokens], self.w_out)
