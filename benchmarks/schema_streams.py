@@ -159,6 +159,8 @@ async def run(base_url: str, requests: int, concurrency: int, seed: int) -> dict
             body, wanted = request(random.Random(f"{seed}-{number}"), number)
             text, finish = await answer(client, body)
             ends[str(finish)] += 1
+            if ends.total() % 32 == 0:
+                print(f"{ends.total()} answers after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
             characters += len(text)
             if found := problem(text, finish, body, wanted):
                 wrong.append({"number": number, "what": found, "schema": wanted})
