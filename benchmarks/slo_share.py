@@ -103,11 +103,12 @@ def pooled(found: Sequence[dict[str, Any]]) -> dict[str, float]:
 def difference(a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]]) -> tuple[float, float]:
     """Share of ``a`` less that of ``b`` over the same requests, and half of its 95 % interval over runs."""
     each = [x["good"] / x["requests"] - y["good"] / y["requests"] for x, y in zip(a, b, strict=True)]
-    mean = sum(each) / len(each)
+    whole = (sum(x["good"] for x in a) - sum(y["good"] for y in b)) / sum(x["requests"] for x in a)
     if len(each) < 2:
-        return mean, math.inf
+        return whole, math.inf
+    mean = sum(each) / len(each)
     spread = math.sqrt(sum((d - mean) ** 2 for d in each) / (len(each) - 1))
-    return mean, 2.0 * spread / math.sqrt(len(each))
+    return whole, 2.0 * spread / math.sqrt(len(each))
 
 
 def main() -> None:

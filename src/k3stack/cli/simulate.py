@@ -85,7 +85,7 @@ def _settings(args: argparse.Namespace) -> SimSettings:
         engine=args.engine,
         policy=_policy(args),
         target=read_target(args),
-        mixed=args.mixed,
+        mixed=_policy(args) == "slo" if args.mixed is None else args.mixed,
         max_gap_s=args.max_gap / 1000 if args.max_gap else None,
         efficiency=args.efficiency,
         chunk_tokens=args.chunked_prefill_size,
@@ -153,7 +153,11 @@ def _parser() -> Parser:
     what.add_argument("--compare", metavar="A,B,...", help="several scenarios under the same load")
     what.add_argument("--engine", choices=("k3", "sglang"), default="k3", help="whose memory and admission rules")
     what.add_argument("--policy", choices=("prefill-first", "slo"), help="default: slo (engine sglang: prefill-first)")
-    what.add_argument("--mixed", action="store_true", help="decode rows ride along with prefill chunks")
+    what.add_argument(
+        "--mixed",
+        action=argparse.BooleanOptionalAction,
+        help="decode rows ride along with prefill chunks (default: with policy slo, as it serves)",
+    )
     what.add_argument("--max-gap", type=float, metavar="MS", help="bound on the longest gap of a stream (policy slo)")
     what.add_argument("--chunked-prefill-size", type=int, help="prompt tokens a step (default: the scenario's)")
     what.add_argument("--efficiency", help="another set of step-time constants: roofline, or a file")

@@ -34,14 +34,15 @@ CASES = {
 }
 
 
+MIXED = ("poisson", "interference", "wide domain")
 RUNS = [(case, engine, "prefill-first") for case in CASES for engine in ("k3", "sglang")]
-RUNS += [(case, "k3", "slo") for case in CASES if case != "wide domain"]
+RUNS += [(case, "k3", "slo") for case in CASES] + [(case, "k3", "slo, mixed") for case in MIXED]
 
 
 @pytest.mark.parametrize(("case", "engine", "policy"), RUNS)
 def test_the_fast_path_changes_nothing(case: str, engine: str, policy: str) -> None:
     name, workload = CASES[case]
-    settings = SimSettings(engine=engine, policy=policy)  # type: ignore[arg-type]
+    settings = SimSettings(engine=engine, policy=policy.partition(",")[0], mixed="mixed" in policy)  # type: ignore[arg-type]
     runs = [
         simulate(load_scenario(name), workload, replace(settings, fast_path=fast), token_times=True)
         for fast in (True, False)

@@ -40,6 +40,8 @@ PREDICT_S = 1.0
 again how much of it is cached."""
 LESSONS = 4
 """Decode steps after the last prompt was planned that the cost of steps is still learned from."""
+RECHECK_S = 0.05
+"""How long streams without room for the next prompt are left alone: by then another prompt may have to go first."""
 LEAST_CHUNK = 64
 """Tokens below which a chunk is not cut."""
 GAP_MARGIN = 0.95
@@ -60,6 +62,10 @@ class Slo:
         """When the oldest plan in flight began, as far as known."""
         self._standing = 0.0
         """Seconds of the steps planned since the streams last decoded."""
+        self._no_room_until = float("-inf")
+        """Until then streams are known to have no room for the prompt that is next, ..."""
+        self._no_room_for = (0, 0, 0)
+        """... as long as nobody comes or goes: waiting, begun, streams."""
         self._guard_from = float("-inf")
         """Until then the guard starts nothing."""
         self._forced: str | None = None
@@ -112,6 +118,9 @@ class Slo:
         self._lessons = LESSONS
         now = view.now
         start = max(now, self._since + sum(s for _, s, _ in self._flights)) if self._flights else now
+        seen = (len(waiting), len(prefilling), view.decoding)
+        if start < self._no_room_until and seen == self._no_room_for:
+            return DECODE
         load = StepLoad(decode_rows=view.decoding, decode_context=view.context, samples=view.decoding)
         step = self.cost.seconds(load) if view.decoding else 0.0
         streams = self._streams(view, start, load, step)
@@ -125,7 +134,12 @@ class Slo:
         room = streams.room
         if prompts[0].order in on_time and self._worth(prompts[0], streams, view.chunk_tokens):
             room = INF
-        return self._fill(view, prompts, on_time, streams, room)
+        decision = self._fill(view, prompts, on_time, streams, room)
+        if decision is DECODE:
+            first = prompts[0]
+            seconds = self._seconds(load, min(first.left, view.chunk_tokens), len(first.entry.ids) - first.left)
+            self._no_room_until, self._no_room_for = start + min(streams.wait(seconds), RECHECK_S), seen
+        return decision
 
     def _streams(self, view: View, start: float, load: StepLoad, step: float) -> Streams:
         schedules = view.schedules()
