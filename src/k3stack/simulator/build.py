@@ -117,7 +117,7 @@ class Builder:
         else:
             options = SchedulerOptions(**fields)
         price = self.price(spec)
-        scheduler = Scheduler(memory, self._policy(price), options, self.events.clock)
+        scheduler = Scheduler(memory, self._policy(price, spec.role), options, self.events.clock)
         executor = ModelledExecutor(
             price,
             self.events.clock,
@@ -139,14 +139,16 @@ class Builder:
             price=price if settings.fast_path else None,
         )
 
-    def _policy(self, price: StepPrice) -> Policy:
+    def _policy(self, price: StepPrice, role: str) -> Policy:
         settings = self.settings
+        # What decode servers receive joins the streams' step: there is no prompt to stop them for.
+        mixed = settings.mixed or role == "decode"
         if settings.policy == "prefill-first":
             if settings.max_gap_s is not None:
                 raise UserError("--max-gap is for policy slo; prefill-first knows no bound on a gap", param="max-gap")
-            return PrefillFirst(mixed=settings.mixed)
+            return PrefillFirst(mixed=mixed)
         if settings.policy == "slo":
-            options = SloOptions(max_gap_s=settings.max_gap_s, mixed=settings.mixed, told_lengths=settings.told_lengths)
+            options = SloOptions(max_gap_s=settings.max_gap_s, mixed=mixed, told_lengths=settings.told_lengths)
             # It predicts steps with the same model that prices them, and corrects that by what it observes, as a
             # server would: of a drafter's accepted tokens and a pipeline it knows only what it has seen.
             return Slo(CorrectedCost(price.model), options)
@@ -156,7 +158,7 @@ class Builder:
         """What to say before a run: of a bound on the gap that a server's smallest chunk outlasts."""
         found: dict[str, None] = {}
         for spec in self.scenario.servers:
-            policy = self._policy(self.price(spec)) if spec.role == "unified" else None
+            policy = self._policy(self.price(spec), spec.role) if spec.role == "unified" else None
             note = policy.gap_note() if isinstance(policy, Slo) else None
             if note is not None:
                 found[note] = None
@@ -171,7 +173,7 @@ class Builder:
     def price(self, spec: ServerSpec) -> StepPrice:
         """The cost of steps on one of ``spec``'s servers."""
         if spec.cost is not None:
-            price = StepPrice(spec.cost)
+            price = StepPrice(spec.cost, received=spec.role == "decode")
             self.prices.append(price)
             return price
         assert spec.efficiency is not None
@@ -189,7 +191,7 @@ class Builder:
         if spec.drafter is not None:
             shares = accept_shares(spec.drafter.accept_length, spec.drafter.block)
             drafter = Drafter(shares, spec.drafter.block)
-        price = StepPrice(model, drafter, self.settings.seed)
+        price = StepPrice(model, drafter, self.settings.seed, received=spec.role == "decode")
         self.prices.append(price)
         return price
 

@@ -58,8 +58,18 @@ class StepPrice:
     those of the drafted server, the raggedness between rows within a step is not shown.
     """
 
-    def __init__(self, model: StepModel | MeasuredCost, drafter: Drafter | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: StepModel | MeasuredCost,
+        drafter: Drafter | None = None,
+        seed: int = 0,
+        *,
+        received: bool = False,
+    ) -> None:
+        """``received``: prompts come computed from elsewhere. What is left of one is its last token, which runs as a
+        row of the decode step like any other and has none of a prompt step's costs."""
         self.model = model
+        self.received = received
         self.drafter = drafter
         self._rng = random.Random(seed)
         self._lengths = tuple(range(1, len(drafter.shares) + 1)) if drafter else ()
@@ -69,6 +79,12 @@ class StepPrice:
         self._before: tuple[object, float, float, int] | None = None
 
     def __call__(self, load: StepLoad) -> float:
+        if self.received and load.chunk_rows and load.chunk_tokens == load.chunk_rows:
+            load = StepLoad(
+                decode_rows=load.decode_rows + load.chunk_rows,
+                decode_context=load.decode_context + load.chunk_prefix,
+                samples=load.samples,
+            )
         if self.drafter is None or not load.decode_rows:
             return self.model.seconds(load)
         drafted = replace(

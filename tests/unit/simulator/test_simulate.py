@@ -100,6 +100,17 @@ def test_first_token_of_a_handed_on_request_waits_for_prefill_and_transfer() -> 
     assert record.output_tokens == 5
 
 
+def test_what_a_decode_server_receives_runs_as_a_row_of_its_step() -> None:
+    """The last token of a prompt computed elsewhere costs what a decode row costs; a prompt computed here does not."""
+    step_model = model("b300x8-low-latency")
+    received = StepPrice(step_model, received=True)
+    joined = StepLoad(decode_rows=4, decode_context=20_000, chunk_rows=1, chunk_tokens=1, chunk_prefix=8_399, samples=5)
+    assert received(joined) == received(StepLoad(decode_rows=5, decode_context=28_399, samples=5))
+    assert StepPrice(step_model)(joined) > 2 * received(joined)
+    whole = StepLoad(chunk_rows=1, chunk_tokens=500, chunk_pairs=125_000, samples=1)
+    assert received(whole) == StepPrice(step_model)(whole)
+
+
 def test_a_pipeline_overlaps_chunks() -> None:
     """Eight stages: eight prompts of one chunk take far less than eight times one."""
     one = run("rack-b", fresh(concurrency=1, requests=1, input_len=4_096, output_len=1)).records[0]
