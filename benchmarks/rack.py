@@ -67,18 +67,19 @@ class Case:
 CASES = {
     "a: 9 unified, prefill-first": Case("rack-a", start=8.0),
     "a: 9 unified, slo": Case("rack-a", "slo", 8.0),
-    "b: 4 pipelines, 5 servers": Case("rack-b", start=12.0),
+    "b: 5 pipelines, 4 servers": Case("rack-b", start=14.0),
     "c: 5 pipelines, domain of 32": Case("rack-c", start=12.0),
     "b: 3 pipelines, 6 servers": Case("rack-b", start=9.0, prefill=3),
-    "b: 5 pipelines, 4 servers": Case("rack-b", start=13.0, prefill=5),
+    "b: 4 pipelines, 5 servers": Case("rack-b", start=12.0, prefill=4),
     "b: 6 pipelines, 3 servers": Case("rack-b", start=13.0, prefill=6),
     "c: 4 pipelines, domain of 32": Case("rack-c", start=12.0, prefill=4),
     "c: 1 pipeline, two domains of 32": Case("rack-c", start=3.0, prefill=1, domains=2),
     "c: 1 pipeline, domain of 64": Case("rack-c", start=3.0, prefill=1, domain_gpus=64),
-    "b, chunks of 1,024": Case("rack-b", start=10.0, chunk=1_024),
-    "b, chunks of 2,048": Case("rack-b", start=11.0, chunk=2_048),
-    "b, chunks of 8,192": Case("rack-b", start=8.0, chunk=8_192),
-    "b, chunks of 16,384": Case("rack-b", start=2.0, chunk=16_384),
+    "b: 5 + 4, chunks of 2,048": Case("rack-b", start=14.0, chunk=2_048),
+    "b: 4 + 5, chunks of 1,024": Case("rack-b", start=10.0, chunk=1_024, prefill=4),
+    "b: 4 + 5, chunks of 2,048": Case("rack-b", start=11.0, chunk=2_048, prefill=4),
+    "b: 4 + 5, chunks of 8,192": Case("rack-b", start=8.0, chunk=8_192, prefill=4),
+    "b: 4 + 5, chunks of 16,384": Case("rack-b", start=2.0, chunk=16_384, prefill=4),
 }
 """Prefill and decode servers apart have nothing to weigh against each other: policy slo changes the order only."""
 KEPT = (

@@ -127,6 +127,8 @@ def share_and_first(
         right.plot(*zip(*points, strict=True), "o-", color=COLOURS[i % 6], linewidth=1.5, markersize=4, label=name)
     right.axhline(target.ttft_s, color=MUTED, linewidth=1, linestyle="--")
     right.set(xlabel="requests a second", ylabel="s", title="First token, p99", yscale="log")
+    right.set_yticks([1, 2, 3, 5, 10, 20, 30], labels=["1", "2", "3", "5", "10", "20", "30"])
+    right.minorticks_off()
     return figure
 
 
