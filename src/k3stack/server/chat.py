@@ -108,8 +108,12 @@ def prepare_request(
         grammar=_grammar(service, request, choice, all_tools(request), in_think),
         # A call comes in one piece; what is thought before it is streamed.
         whole=not request.stream or (choice.forced and not in_think),
+        first_token_target_s=request.target_ttft_s,
+        token_target_s=translate.seconds(request.target_tpot_ms),
     )
-    record = Record(rid, endpoint, request.stream, prompt_tokens=len(ids), labels=labels(request))
+    record = Record(
+        rid, endpoint, request.stream, prompt_tokens=len(ids), labels=labels(request), target=service.target(request)
+    )
     return ChatJob(request, submit, record, service.model, int(time.time()), choices)
 
 

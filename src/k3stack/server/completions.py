@@ -121,6 +121,8 @@ def prepare(service: Service, request: CompletionRequest, header_id: str | None)
                 priority=request.priority,
                 grammar=grammar,
                 whole=not request.stream,
+                first_token_target_s=request.target_ttft_s,
+                token_target_s=translate.seconds(request.target_tpot_ms),
             )
         )
         for _ in range(request.n):
@@ -134,6 +136,7 @@ def prepare(service: Service, request: CompletionRequest, header_id: str | None)
         request.stream,
         prompt_tokens=sum(len(submit.prompt_ids) for submit in submits),
         labels=labels(request),
+        target=service.target(request),
     )
     return CompletionJob(request, submits, record, int(time.time()), choices)
 

@@ -15,10 +15,10 @@ from starlette.responses import Response
 
 import k3stack
 from k3stack.errors import UserError
+from k3stack.scheduler import Target
 from k3stack.server.http_errors import json_response
 from k3stack.server.records import Record
 from k3stack.server.service import Service
-from k3stack.workload.target import Target
 
 MOST_STREAMS = 200
 """So many of the running streams are listed, the oldest first."""
@@ -51,7 +51,7 @@ async def data(service: Service, request: Request) -> Response:
     if not re.fullmatch(r"[0-9]{1,15}", since):
         raise UserError(f"since is {since!r}; it must be the `next` of an earlier answer", param="since")
     now = time.monotonic()
-    target = Target()
+    target = service.metrics.target
     records = service.records()
     found = {
         "server": {
@@ -61,19 +61,22 @@ async def data(service: Service, request: Request) -> Response:
             "phase": service.phase,
             "unavailable": service.unavailable(),
         },
-        "target": {"first_s": target.ttft_s, "token_s": target.tpot_s},
+        "target": {"first_s": target.first_s, "token_s": target.token_s},
         "samples": await service.history.since(int(since)),
-        "streams": [_stream(record, now) for record in records[:MOST_STREAMS]],
+        "streams": [_stream(record, target, now) for record in records[:MOST_STREAMS]],
         "open": len(records),
     }
     return json_response(found, headers={"cache-control": "no-store"})
 
 
-def _stream(record: Record, now: float) -> dict[str, Any]:
-    """One open request. Seconds count from its arrival; ``tokens`` are those of its longest choice."""
+def _stream(record: Record, usual: Target, now: float) -> dict[str, Any]:
+    """One open request. Seconds count from its arrival; ``tokens`` are those of its longest choice, ``target`` is one
+    that it brought along."""
+    own = None if record.target == usual else record.target
     return {
         "rid": record.rid,
         "endpoint": record.endpoint,
+        "target": None if own is None else {"first_s": own.first_s, "token_s": own.token_s},
         "stream": record.stream,
         "age_s": round(now - record.began, 4),
         "prompt_tokens": record.prompt_tokens,

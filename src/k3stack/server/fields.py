@@ -18,6 +18,7 @@ from k3stack.errors import UserError
 Json = dict[str, Any]
 Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """A whole number that messages to the engine can hold."""
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 
 
@@ -42,6 +43,9 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: Whole = 0
     ignore_eos: bool = False
     priority: Priority = 0
+    target_ttft_s: Seconds | None = None
+    """Targets of this request, in place of the server's; policy slo plans by them, /metrics counts who met them."""
+    target_tpot_ms: Seconds | None = None
     rid: str | None = None
     user: str | None = None
     metadata: Json | None = None

@@ -108,7 +108,8 @@ def prepare(service: Service, request: GenerateRequest, header_id: str | None) -
             )
             for choice in range(native.n)
         ])  # fmt: skip
-    record = Record(rids[0], "generate", request.stream, prompt_tokens=sum(map(len, prompts)))
+    tokens = sum(map(len, prompts))
+    record = Record(rids[0], "generate", request.stream, prompt_tokens=tokens, target=service.target(request))
     return GenerateJob(request, submits, choices, record, single and params[0].n == 1)
 
 
@@ -176,7 +177,15 @@ def _submit(
     )
     if request.return_logprob and 0 <= start < len(ids):
         params = msgspec.structs.replace(params, prompt_logprobs_from=start)
-    return Submit(rid=rid, prompt_ids=ids, sampling=params, priority=request.priority, grammar=_grammar(native))
+    return Submit(
+        rid=rid,
+        prompt_ids=ids,
+        sampling=params,
+        priority=request.priority,
+        grammar=_grammar(native),
+        first_token_target_s=request.target_ttft_s,
+        token_target_s=translate.seconds(request.target_tpot_ms),
+    )
 
 
 def _grammar(native: NativeSampling) -> OutputGrammar | None:

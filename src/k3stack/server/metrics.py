@@ -15,6 +15,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import Metric
 
+from k3stack.scheduler import Target
 from k3stack.server.engine_metrics import families
 
 if TYPE_CHECKING:
@@ -27,8 +28,9 @@ _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.
 class HttpMetrics:
     """Counters of one server; the metric names are listed in docs/metrics.md."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, target: Target) -> None:
         self.registry = CollectorRegistry()
+        self.target = target
         # Moments of creation tell nothing that the server's own start does not, and double the page.
         disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -51,6 +53,10 @@ class HttpMetrics:
         self.queue = histogram("k3_queue_seconds", "From arrival to the first computed chunk", _LATENCY)
         self.per_token = histogram("k3_output_token_seconds", "Mean time of one token after the first", _PER_TOKEN)
         self.total = histogram("k3_request_seconds", "From arrival to the end", _LATENCY)
+        self.against_target = counter("k3_target_requests", "Ended requests against their targets", ("result",))
+        targets = gauge("k3_target_seconds", "The server's targets", ("of",))
+        targets.labels("first_token").set(target.first_s)
+        targets.labels("token").set(target.token_s)
         gauge("k3_model_info", "The served model", ("model",)).labels(model).set(1)
         self._engine = _EngineNumbers()
         self.registry.register(self._engine)
@@ -63,6 +69,8 @@ class HttpMetrics:
         self.output_tokens.inc(record.output_tokens)
         self.reasoning_tokens.inc(record.reasoning_tokens)
         self.total.observe(total_s)
+        if (result := record.against_target(total_s)) is not None:
+            self.against_target.labels(result).inc()
         if record.queue_s is not None:
             self.queue.observe(record.queue_s)
         if record.first_token_s is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from k3stack.errors import UserError
-from k3stack.server.fields import FieldRules, Fixed, Json, Priority, Whole, convert
+from k3stack.server.fields import FieldRules, Fixed, Json, Priority, Seconds, Whole, convert
 
 
 class NativeSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -56,6 +56,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_logprobs_num: Whole = 0
     return_text_in_logprobs: bool = False
     priority: Priority = 0
+    target_ttft_s: Seconds | None = None
+    target_tpot_ms: Seconds | None = None
 
 
 GENERATE_RULES = FieldRules(

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from k3stack.engine.messages import Output
+from k3stack.scheduler import Target
 from k3stack.server.metrics import HttpMetrics
 from k3stack.server.tracing import TRACEPARENT, Tracer
 
@@ -34,6 +35,7 @@ class Record:
     ends: list[str] = field(default_factory=list)
     """How each choice ended."""
     message: str | None = None
+    target: Target | None = None
     traceparent: str | None = field(default_factory=TRACEPARENT.get)
     _sent: dict[tuple[str, int], int] = field(default_factory=dict)
     _cached: dict[str, int] = field(default_factory=dict)
@@ -66,6 +68,21 @@ class Record:
     def tokens_of_longest_choice(self) -> int:
         """Tokens so far of the choice that has the most."""
         return max(self._sent.values(), default=0)
+
+    def against_target(self, total_s: float) -> str | None:
+        """``met``, ``late_first_token`` or ``slow``, of a request that ended by itself after ``total_s``; else None.
+
+        An answer that comes in one piece has one moment: that of its last token.
+        """
+        target = self.target
+        if target is None or self.first_token_s is None or self.end not in ("stop", "length"):
+            return None
+        later = self.tokens_of_longest_choice - 1
+        if not self.stream:
+            return "met" if total_s <= target.first_s + target.token_s * later else "slow"
+        if self.first_token_s > target.first_s:
+            return "late_first_token"
+        return "met" if total_s - self.first_token_s <= target.token_s * later + 1e-6 else "slow"
 
     @property
     def end(self) -> str:

@@ -14,11 +14,12 @@ from k3stack.config.geometry import ModelGeometry
 from k3stack.config.options import EngineOptions, ServeOptions
 from k3stack.engine.messages import Output, Submit
 from k3stack.errors import BugError, K3Error, NotNow, Unavailable, UserError
+from k3stack.scheduler import Target
 from k3stack.server.history import History
 from k3stack.server.metrics import HttpMetrics
 from k3stack.server.records import Record, Recorder, write_to_stderr
 from k3stack.server.tracing import Tracer
-from k3stack.server.translate import Limits
+from k3stack.server.translate import Limits, TargetFields
 
 log = logging.getLogger("k3stack.server")
 
@@ -73,7 +74,8 @@ class Service:
     _open: dict[int, Record] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.metrics = HttpMetrics(self.model)
+        options = self.engine_options
+        self.metrics = HttpMetrics(self.model, Target(options.target_ttft_s, options.target_tpot_ms / 1000))
         self.history = History(self.stats)
         endpoint = self.options.otlp_traces_endpoint
         self.tracer = Tracer(endpoint, self.model) if endpoint else None
@@ -86,6 +88,14 @@ class Service:
     def model(self) -> str:
         """The name that clients see."""
         return self.options.served_model_name or self.engine_options.model_path
+
+    def target(self, request: TargetFields) -> Target:
+        """The targets of a request: its own, or the server's (--target-ttft-s, --target-tpot-ms)."""
+        options, token_ms = self.engine_options, request.target_tpot_ms
+        return Target(
+            options.target_ttft_s if request.target_ttft_s is None else request.target_ttft_s,
+            (options.target_tpot_ms if token_ms is None else token_ms) / 1000,
+        )
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -119,6 +119,20 @@ def sampling(
     ).validate()
 
 
+class TargetFields(Protocol):
+    """The fields of a request with its own targets."""
+
+    @property
+    def target_ttft_s(self) -> float | None: ...
+    @property
+    def target_tpot_ms(self) -> float | None: ...
+
+
+def seconds(milliseconds: float | None) -> float | None:
+    """None stays None."""
+    return None if milliseconds is None else milliseconds / 1000
+
+
 def stop_strings(stop: str | list[str], most: int) -> tuple[str, ...]:
     """The ``stop`` field as a tuple without repeats."""
     found = (stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop))
