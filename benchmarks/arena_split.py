@@ -141,8 +141,8 @@ def main() -> None:
                 result = search(traffic, scenario, settings, args)
                 results.setdefault(traffic, {})[memory] = result
                 print_row(traffic, memory, result)
-    if args.json:
-        Path(args.json).write_bytes(msgspec.json.encode(results))
+                if args.json:
+                    Path(args.json).write_bytes(msgspec.json.encode(results))
     if args.png:
         pictures.save_png(draw(results), args.png)
 

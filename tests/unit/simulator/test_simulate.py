@@ -208,3 +208,19 @@ def test_verb_prints_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(summary["ttft_s"]) >= {"p50", "p90", "p99", "mean"}
     assert main(["simulate", "--scenario", "b300", "--rate", "1"]) == 2
     assert "b300x8-low-latency" in capsys.readouterr().err
+
+
+def test_the_comparison_says_who_serves_the_most_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    """Twelve prompts a second stop the streams of nine servers; with prefill apart they keep their pace."""
+    words = ["simulate", "--compare", "rack-a,rack-b", "--workload", "fresh", "--rate", "12", "--duration", "6"]
+    assert main([*words, "--policy", "prefill-first", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best, other = found["scenarios"]
+    assert (best["scenario"], other["scenario"]) == ("rack-b", "rack-a")
+    assert set(best["busy_share"]) == {"prefill", "decode"} and set(other["busy_share"]) == {"unified"}
+    assert other["missed_pace"] > other["missed_first_token"] and best["missed_pace"] == 0
+    assert found["answer"].startswith("rack-b serves ") and "rack-a: " in found["answer"]
+    assert "tokens after the first" in found["answer"]
+    for row in (best, other):
+        late = row["missed_first_token"] + row["missed_pace"] + row["missed_whole"]
+        assert row["share_within_target"] == pytest.approx(1 - late)
