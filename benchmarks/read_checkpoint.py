@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 from benchmarks.make_checkpoint import quarter_kimi_linear, small_k3, write_checkpoint
 
+from k3stack.kernels.linear import cpu as linear
+from k3stack.kernels.linear import stacked
 from k3stack.models.checkpoint import find_tensors
 from k3stack.models.load import load_model
 
@@ -60,8 +62,11 @@ def read_plainly(folder: Path) -> float:
 
 
 def read_model(folder: Path, dtype: str) -> dict[str, float]:
-    """Load a model ready to run: seconds, and bytes of memory."""
-    torch.ones(64, 64) @ torch.ones(64, 64)
+    """Load a model ready to run: seconds, and bytes of memory besides torch's own (libraries, threads)."""
+    for kind in (torch.float32, torch.bfloat16):
+        weight = torch.ones(512, 256, dtype=kind)
+        linear.linear(weight[:64], linear.pack(weight))
+        stacked.pack_all([weight, weight])
     before = resident("VmRSS")
     begin = time.perf_counter()
     model = load_model(folder, dtype=dtype, progress=False, threads=THREADS)

@@ -14,7 +14,7 @@ from k3stack.kernels.memory import keep_freed_memory
 from k3stack.models import dummy
 from k3stack.models.checkpoint import Found, find_tensors
 from k3stack.models.network import Model
-from k3stack.models.stream_in import stream_in
+from k3stack.models.stream_in import read_ahead, stream_in
 
 log = logging.getLogger(__name__)
 LoadFormat = Literal["auto", "dummy"]
@@ -50,6 +50,8 @@ def load_model(
     else:
         geometry = load_geometry(source)
     found = None if load_format == "dummy" else find_tensors(Path(source), geometry)  # type: ignore[arg-type]
+    if found is not None:
+        read_ahead(found)
     if torch.device(device).type == "cpu":
         keep_freed_memory()
     model = Model(geometry, dtype=compute, device=torch.device(device), latent_norm_eps=latent_norm_eps)

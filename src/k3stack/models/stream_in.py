@@ -3,8 +3,8 @@
 Several threads read at a time. A tensor stored in the dtype of its destination is read straight into it; others are
 converted piece by piece. A weight that the product wants in another layout is put together in a room beside the
 weights, packed as soon as its last tensor is there, and its room lent to the next. So memory stays near the final
-weights: what is over is that room, at most the largest weight and 16 MiB, and the largest are read first, while
-little else is there.
+weights: what is over is that room, at most the largest weight and 16 MiB, and scratch of a few MB a thread. The
+largest are read first, while little else is there.
 """
 
 from __future__ import annotations
@@ -113,6 +113,18 @@ def stream_in(model: Model, found: Found, *, threads: int = 4, on_bytes: Callabl
     finally:
         torch.set_num_threads(before)
     return room
+
+
+def read_ahead(found: Found) -> None:
+    """Let the kernel begin to read the first shards while the model is being built."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in sorted({e.file for _, e in found.tensors})[:SHARDS_AT_ONCE]:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, RUN_BYTES, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(fd)
 
 
 def room_for(units: list[Unit], threads: int) -> int:

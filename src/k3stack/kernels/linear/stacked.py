@@ -28,6 +28,7 @@ from k3stack.kernels.linear.cpu import IMAGE, ONE_IMAGE, Packed, Weight, convolv
 SINGLE_ROWS = (4, 8, 16, 32, 64, 1024)
 """Rows of one expert's product that are tried in advance; from the first on with which the layout stays."""
 GROUP_ROWS = (2, 4, 8, 16, 32)
+FEW_EXPERTS = 4
 MOST_BYTES = 256 << 20
 """Larger stacks are packed one by one: their experts are so large that a call costs little."""
 
@@ -119,22 +120,27 @@ def _layout(count: int, out: int, width: int, dtype: torch.dtype) -> _Layout | N
     depends on the number of rows, or where parts cannot be made."""
     if _library() is None or count * out * width * dtype.itemsize > MOST_BYTES:
         return None
-    values = torch.arange(count * out * width, dtype=torch.int32).view(count * out, width).to(dtype)
-    groups = [_pack(values, count, rows) for rows in GROUP_ROWS]
+    # That the number of rows does not matter is tried with few experts: all of them are many megabytes.
+    few = min(count, FEW_EXPERTS)
+    values = torch.arange(few * out * width, dtype=torch.int32).view(few * out, width).to(dtype)
+    groups = [_pack(values, few, rows) for rows in GROUP_ROWS]
     singles = [_pack(values[:out], 1, rows) for rows in SINGLE_ROWS]
     describe, size = torch.ops.mkldnn._get_mkldnn_serialized_md, torch.ops.mkldnn._nbytes
-    group, single = describe(groups[0]), describe(singles[-1])
+    single = describe(singles[-1])
     same = [torch.equal(describe(s), single) for s in singles]
-    if not all(torch.equal(describe(g), group) for g in groups) or size(groups[0]) != count * size(singles[-1]):
+    if not all(torch.equal(describe(g), describe(groups[0])) for g in groups):
         return None
     tail = _pack(values[-out:], 1, SINGLE_ROWS[-1])
-    start = torch.ops.mkldnn.data_ptr(groups[0]) + (count - 1) * size(tail)
+    start = torch.ops.mkldnn.data_ptr(groups[0]) + (few - 1) * size(tail)
     if ctypes.string_at(start, size(tail)) != ctypes.string_at(torch.ops.mkldnn.data_ptr(tail), size(tail)):
+        return None
+    whole = _pack(torch.empty(count * out, width, dtype=dtype), count, GROUP_ROWS[0])
+    if size(groups[0]) != few * size(tail) or size(whole) != count * size(tail):
         return None
     least = len(same)
     while least and same[least - 1]:
         least -= 1
-    return _Layout(single, group, size(tail), SINGLE_ROWS[least])
+    return _Layout(single, describe(whole), size(tail), SINGLE_ROWS[least])
 
 
 def _pack(weight: Tensor, groups: int, rows: int) -> Tensor:

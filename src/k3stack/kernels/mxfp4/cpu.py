@@ -12,7 +12,7 @@ from k3stack.kernels.mxfp4.reference import GROUP, MAGNITUDES
 _VALUES = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.bfloat16)
 _SCALES = torch.cat([torch.ldexp(torch.ones(255), torch.arange(-127, 128)), torch.tensor([float("nan")])]).bfloat16()
 """[256]: 2^(byte - 127), NaN for 255. All of them, and every product with a code, are exact in bfloat16."""
-PIECE = 1 << 19
+PIECE = 1 << 18
 """Values decoded at a time; their scratch memory stays in the CPU's cache."""
 
 
