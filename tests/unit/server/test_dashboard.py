@@ -118,7 +118,8 @@ def test_history_of_a_silent_engine_and_of_another_run() -> None:
 def test_page_in_a_browser(tmp_path: Path) -> None:
     async def look(live: Live) -> None:
         async with browser() as page:
-            await page.open(f"{live.url}/")
+            # A target that even a busy machine meets.
+            await page.open(f"{live.url}/?first=3600&token=60000")
             await page.until("document.querySelectorAll('#streams tbody tr').length == 1")
             await page.until("document.querySelectorAll('#steps path').length >= 2")
             assert await page.text("#model") == "tiny"
@@ -137,7 +138,7 @@ def test_page_in_a_browser(tmp_path: Path) -> None:
             await page.evaluate("$('token').value = 1; $('token').dispatchEvent(new Event('change'))")
             await page.until("document.querySelector('#tiles').innerText.includes('1 behind the target')")
             assert "−" in await page.text("#streams tbody tr")
-            assert await page.evaluate("location.search") == "?token=1"
+            assert "token=1" in (await page.evaluate("location.search"))[1:].split("&")
             for dark in (False, True):
                 await page.dark(dark)
                 colour = await page.evaluate("getComputedStyle(document.body).backgroundColor")
