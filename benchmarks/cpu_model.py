@@ -5,6 +5,8 @@ loaded by both. The peer runs in a process of its own, perhaps with another inte
 between the two, so that both meet the same noise. The peer gets the better of its two expert implementations.
 
     python -m benchmarks.cpu_model --peer-python path/to/python
+
+On a machine that others use at the time, ``--cpu-time --threads 1`` compares processor time instead.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ PROMPT, CONTEXT, BATCH = 1024, 128, 16
 TARGETS = {"prefill 1024": 5.0, "decode, batch 1": 1.5, "decode, batch 16": 3.0}
 PEER_EXPERTS = ("eager", "grouped_mm")
 CLOSE = 1e-3
+Clock = Callable[[], float]
 TIE = 1e-5
 """Router scores closer than this may order either way under float32 rounding."""
 
@@ -45,7 +48,8 @@ TIE = 1e-5
 class Ours:
     """Prompts and decode steps on a bare arena: sequence i has state block i and pages of its own."""
 
-    def __init__(self, path: Path, dtype: str) -> None:
+    def __init__(self, path: Path, dtype: str, clock: Clock) -> None:
+        self.clock = clock
         self.model: Model = load_model(path, dtype=dtype, progress=False)
         state, window, row = cache_dtypes(self.model.dtype)
         self.layout: BlockLayout = block_layout(
@@ -70,7 +74,7 @@ class Ours:
 
     def _forward(self, ids: list[list[int]], capture: Capture | None = None) -> float:
         rows, count = len(ids), len(ids[0])
-        begin = time.perf_counter()
+        begin = self.clock()
         first = BATCH * self.layout.pages_per_block
         table = first + torch.arange(rows * self.pages_each).view(rows, -1)
         batch = ForwardBatch(
@@ -83,7 +87,7 @@ class Ours:
         )
         self.last = self.model.forward(batch, self.views, capture)
         self.length += count
-        return time.perf_counter() - begin
+        return self.clock() - begin
 
     def prefill(self, ids: list[list[int]]) -> float:
         self.buffer.zero_()
@@ -113,9 +117,9 @@ class Ours:
 class Peer:
     """The other side of ``peer_transformers.py``."""
 
-    def __init__(self, python: str, threads: int) -> None:
+    def __init__(self, python: str, threads: int, cpu_time: bool) -> None:
         script = Path(__file__).with_name("peer_transformers.py")
-        self.threads = threads
+        self.threads, self.cpu_time = threads, cpu_time
         self.process = subprocess.Popen([python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def call(self, do: str, **arguments: Any) -> Any:
@@ -129,7 +133,7 @@ class Peer:
         return json.loads(answer)
 
     def load(self, path: Path, dtype: str, experts: str) -> None:
-        self.call("load", path=str(path), dtype=dtype, threads=self.threads, experts=experts)
+        self.call("load", path=str(path), dtype=dtype, threads=self.threads, experts=experts, cpu_time=self.cpu_time)
 
     def prefill(self, ids: list[list[int]]) -> float:
         return float(self.call("prefill", ids=ids))
@@ -232,25 +236,25 @@ def flops_of_prefill(geometry: ModelGeometry, tokens: int) -> float:
     return 2.0 * tokens * (plain + one * moe.top_k * len(geometry.moe_layers)) + 2.0 * geometry.vocab * geometry.hidden
 
 
-def fastest(run: Callable[[], object], times: int = 8) -> float:
+def fastest(run: Callable[[], object], clock: Clock, times: int = 8) -> float:
     best = float("inf")
     for _ in range(times):
-        begin = time.perf_counter()
+        begin = clock()
         run()
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, clock() - begin)
     return best
 
 
-def machine(dtype: torch.dtype) -> tuple[float, float]:
+def machine(dtype: torch.dtype, clock: Clock) -> tuple[float, float]:
     """(bytes/s of reading memory, operation/s of a large product) of this machine, as torch reaches them."""
     data = torch.zeros(128 << 20, dtype=torch.float32)
     a, b = torch.ones(2048, 2048, dtype=dtype), torch.ones(2048, 2048, dtype=dtype)
-    return data.nbytes / fastest(data.sum), 2 * 2048**3 / fastest(lambda: a @ b)
+    return data.nbytes / fastest(data.sum, clock), 2 * 2048**3 / fastest(lambda: a @ b, clock)
 
 
 def report(dtype: str, times: Times, ours: Ours) -> list[dict[str, Any]]:
     geometry, itemsize = ours.model.geometry, ours.model.dtype.itemsize
-    bandwidth, rate = machine(ours.model.dtype)
+    bandwidth, rate = machine(ours.model.dtype, ours.clock)
     print(f"  memory is read at {bandwidth / 1e9:.1f} GB/s, large products run at {rate / 1e9:.0f} GFLOP/s")
     rows = []
     for name, target in TARGETS.items():
@@ -275,11 +279,14 @@ def report(dtype: str, times: Times, ours: Ours) -> list[dict[str, Any]]:
 def run(folder: Path, options: argparse.Namespace, peer: Peer) -> list[dict[str, Any]]:
     checkpoint = folder / "checkpoint"
     size = write_checkpoint(checkpoint, quarter_kimi_linear())
-    print(f"random Kimi-Linear at a quarter of the width, {size / 1e9:.2f} GB on disk, {options.threads} threads")
+    what = "processor time" if options.cpu_time else "elapsed time"
+    print(
+        f"random Kimi-Linear at a quarter of the width, {size / 1e9:.2f} GB on disk, threads: {options.threads}, {what}"
+    )
     results = []
     for dtype in options.dtypes:
         print(dtype)
-        times, ours = Times(), Ours(checkpoint, dtype)
+        times, ours = Times(), Ours(checkpoint, dtype, time.process_time if options.cpu_time else time.perf_counter)
         for experts in PEER_EXPERTS:
             peer.load(checkpoint, dtype, experts)
             if dtype == "float32" and experts == PEER_EXPERTS[0]:
@@ -295,10 +302,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--cpu-time", action="store_true", help="measure processor time, of all threads together")
     parser.add_argument("--json", type=Path, help="write the results here, too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    peer = Peer(options.peer_python, options.threads)
+    peer = Peer(options.peer_python, options.threads, options.cpu_time)
     try:
         versions = peer.call("versions")
         print(f"torch {torch.__version__}; peer: {versions}")
