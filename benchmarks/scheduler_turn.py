@@ -34,6 +34,8 @@ from k3stack.scheduler.plan import GroupResult, RowResult, StepPlan, StepResult
 
 LIMITS_US = {64: (300, 150), 512: (2000, 1000)}
 """Running requests -> most microseconds of a turn, and of planning alone."""
+STEP_S = 0.02
+"""How far a step moves the scheduler's clock: policy slo looks at time."""
 END_EVERY = 20
 
 
@@ -58,7 +60,9 @@ def answer(plan: StepPlan, rng: np.random.Generator) -> StepResult:
     return StepResult(step=plan.step, groups=(GroupResult(tokens=ids, rows=rows),))
 
 
-def build(running: int, context: int, turns: int, aligned: bool, slo: bool, rng: np.random.Generator) -> Scheduler:
+def build(
+    running: int, context: int, turns: int, aligned: bool, slo: bool, rng: np.random.Generator, now: VirtualClock
+) -> Scheduler:
     """``running`` long prompts, of which one in ``END_EVERY`` turns ends, and short ones that wait for their rows."""
     layout = block_layout(model_geometry("kimi-k3"), tp=8)
     pages = running * (-(-(context + turns + 320) // layout.page_tokens) + 1)
@@ -67,7 +71,7 @@ def build(running: int, context: int, turns: int, aligned: bool, slo: bool, rng:
     options = SchedulerOptions(
         context=1_048_576, max_running=running, chunk_tokens=16_384, max_queued=100_000, target=Target()
     )
-    scheduler = Scheduler(Memory(plan), Slo(LearnedCost()) if slo else PrefillFirst(), options, VirtualClock())
+    scheduler = Scheduler(Memory(plan), Slo(LearnedCost()) if slo else PrefillFirst(), options, now)
     ends = turns // END_EVERY
     for i in range(running + ends + 2):
         length = (context if i < running else 200) + (0 if aligned else int(rng.integers(256)))
@@ -81,7 +85,8 @@ def build(running: int, context: int, turns: int, aligned: bool, slo: bool, rng:
 
 def measure(running: int, context: int, turns: int, aligned: bool, slo: bool, clock: Callable[[], float]) -> Row:
     rng = np.random.default_rng(7)
-    scheduler = build(running, context, turns, aligned, slo, rng)
+    now = VirtualClock()
+    scheduler = build(running, context, turns, aligned, slo, rng, now)
     flights: deque[StepPlan] = deque()
 
     def plan() -> StepPlan:
@@ -93,6 +98,7 @@ def measure(running: int, context: int, turns: int, aligned: bool, slo: bool, cl
 
     while len(plan().groups[0].decode) < running:  # prompts first
         if len(flights) == 2:
+            now.advance(STEP_S)
             scheduler.commit(answer(flights.popleft(), rng))
     gc.collect()
     gc.freeze()
@@ -101,6 +107,7 @@ def measure(running: int, context: int, turns: int, aligned: bool, slo: bool, cl
         if len(flights) < 2:
             plan()
         result = answer(flights.popleft(), rng)
+        now.advance(STEP_S)
         t0 = clock()
         scheduler.commit(result)
         scheduler.take_events()
