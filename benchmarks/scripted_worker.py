@@ -32,18 +32,10 @@ def expected(tokens: int) -> str:
     return "".join(ALPHABET[i % len(ALPHABET)] for i in range(tokens))
 
 
-def main() -> int:
-    """Serve until told to stop."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=100)
-    parser.add_argument("--step-ms", type=float, default=10.0)
-    args, options = parser.parse_known_args()
+def serve(options: list[str], script: Script) -> int:
+    """Serve the script under these options of ``k3 serve`` until told to stop; prints the address."""
     setup_logging("info")
-    command = parse_serve(["--model-path", str(MODEL), "--served-model-name", "scripted", *options])
-    text = "<|close|>think<|sep|><|open|>response<|sep|>" + expected(args.tokens)
-    text += "<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>"
-    reply = load_tokenizer(MODEL, load_geometry(MODEL)).encode_marked(text)
-    script = Script(reply=tuple(reply), step_seconds=args.step_ms / 1000)
+    command = parse_serve(["--model-path", str(MODEL), *options])
     engine = EngineClient(command.engine, script=script, max_restarts=command.serve.max_restarts)
     listener = listen(command.serve.host, command.serve.port)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -53,6 +45,19 @@ def main() -> int:
     except K3Error as e:
         print(e, file=sys.stderr)
         return e.exit_code
+
+
+def main() -> int:
+    """Answer with ``expected``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--step-ms", type=float, default=10.0)
+    args, options = parser.parse_known_args()
+    text = "<|close|>think<|sep|><|open|>response<|sep|>" + expected(args.tokens)
+    text += "<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>"
+    reply = load_tokenizer(MODEL, load_geometry(MODEL)).encode_marked(text)
+    script = Script(reply=tuple(reply), step_seconds=args.step_ms / 1000)
+    return serve(["--served-model-name", "scripted", *options], script)
 
 
 if __name__ == "__main__":
