@@ -18,6 +18,7 @@ from k3stack.config.options import EngineOptions
 from k3stack.config.sampling import SamplingParams
 from k3stack.engine import messages as msg
 from k3stack.engine.client import EngineClient
+from k3stack.engine.process import EngineProcess
 from k3stack.engine.scripted import Script
 from k3stack.errors import Unavailable, UserError
 
@@ -136,6 +137,55 @@ def test_restarts_are_counted_and_end() -> None:
         assert client.state == "down" and "not started again" in (client.why_not_healthy or "")
 
     with_client(body, Script(), max_restarts=0)
+
+
+async def killed_while_starting(client: EngineClient, before: int) -> int:
+    """Wait for the process that replaces ``before``, kill it before it is up, and return its id."""
+    await until(lambda: client._process is not None and client._process.pid not in (None, before))
+    assert client.state == "starting"
+    os.kill(engine_pid(client), signal.SIGKILL)
+    return engine_pid(client)
+
+
+def test_an_engine_that_dies_again_while_it_is_started_anew_comes_back() -> None:
+    async def body(client: EngineClient) -> None:
+        task = asyncio.create_task(collect(client, submit("a", ignore_eos=True)))
+        await running(client, 1)
+        first = engine_pid(client)
+        os.kill(first, signal.SIGKILL)
+        second = await killed_while_starting(client, first)
+        await until(lambda: client.healthy)
+        assert (await task)[1].finish_reason == "error"
+        assert engine_pid(client) not in (first, second) and client.restarts == 2
+        assert len((await collect(client, submit("b", max_tokens=2)))[0]) == 2
+
+    with_client(body, Script(step_seconds=0.002))
+
+
+def test_a_death_while_starting_anew_counts_as_one() -> None:
+    async def body(client: EngineClient) -> None:
+        first = engine_pid(client)
+        os.kill(first, signal.SIGKILL)
+        await killed_while_starting(client, first)
+        await until(lambda: client.state == "down")
+        assert client.restarts == 1 and "not started again (1 restarts" in (client.why_not_healthy or "")
+
+    with_client(body, Script(), max_restarts=1)
+
+
+def test_a_process_that_cannot_be_made_counts_as_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn = EngineProcess.spawn
+
+    async def body(client: EngineClient) -> None:
+        def refuse(*args: Any) -> EngineProcess:
+            monkeypatch.setattr(EngineProcess, "spawn", spawn)
+            raise BlockingIOError("Resource temporarily unavailable")
+
+        monkeypatch.setattr(EngineProcess, "spawn", refuse)
+        os.kill(engine_pid(client), signal.SIGKILL)
+        await until(lambda: client.healthy and client.restarts == 2)
+
+    with_client(body, Script())
 
 
 def test_sigterm_drains() -> None:

@@ -29,7 +29,7 @@ log = logging.getLogger("k3stack.engine")
 RESTART_WINDOW_S = 600.0
 KILL_AFTER_S = 10.0
 
-State = Literal["new", "starting", "up", "draining", "down", "closed"]
+State = Literal["new", "starting", "up", "draining", "broken", "down", "closed"]
 
 
 @dataclass(slots=True)
@@ -77,6 +77,7 @@ class EngineClient:
         self._drained: asyncio.Future[None] | None = None
         self._last_words: msg.Stopped | msg.Died | None = None
         self._deaths: list[float] = []
+        self._was_up = False
         self._process: EngineProcess | None = None
         self._context: zmq.asyncio.Context | None = None
         self._incoming: zmq.asyncio.Socket | None = None
@@ -91,7 +92,7 @@ class EngineClient:
 
     @property
     def state(self) -> str:
-        """new, starting, up, draining, down or closed."""
+        """new, starting, up, draining, broken (it died and is started anew), down (for good) or closed."""
         return self._state
 
     @property
@@ -114,11 +115,22 @@ class EngineClient:
 
         Raises UserError when settings or files are at fault, Unavailable when the process ends for another reason.
         """
-        if self._state not in ("new", "down"):
+        if self._state not in ("new", "broken", "down"):
             raise BugError(f"start() of an engine client that is {self._state}")
-        loop = asyncio.get_running_loop()
         self._state, self._why_down = "starting", "the engine is starting"
         self._last_words = None
+        self._ready = asyncio.get_running_loop().create_future()
+        try:
+            self._spawn()
+        except OSError as error:
+            self._state = "broken" if self._was_up else "down"
+            self._why_down = f"the engine process could not be started: {error}"
+            raise Unavailable(self._why_down) from error
+        await asyncio.shield(self._ready)
+
+    def _spawn(self) -> None:
+        """A new process, its sockets, and the tasks that attend to them."""
+        loop = asyncio.get_running_loop()
         channel = Channel.create()
         self._context = zmq.asyncio.Context()
         self._incoming = self._context.socket(zmq.PULL)
@@ -129,13 +141,15 @@ class EngineClient:
         self._outgoing.set_hwm(0)
         self._outgoing.setsockopt(zmq.RECONNECT_IVL, 5)
         self._outgoing.connect(channel.to_engine)  # connecting, not binding: messages queue until the engine binds
-        self._ready = loop.create_future()
-        self._process = EngineProcess.spawn(self._options, self._script, channel, self._watchdog_timeout)
-        self._tasks = [
+        try:
+            self._process = EngineProcess.spawn(self._options, self._script, channel, self._watchdog_timeout)
+        except OSError:
+            channel.remove()
+            raise
+        self._tasks += [
             loop.create_task(self._receive(), name="engine-receive"),
             loop.create_task(self._watch_process(self._process), name="engine-watch"),
         ]
-        await asyncio.shield(self._ready)
 
     async def generate(self, submit: msg.Submit) -> AsyncGenerator[msg.Output, None]:
         """Run one request; yields its outputs, the last one of each choice with a ``finish_reason``.
@@ -246,7 +260,7 @@ class EngineClient:
                     answer.set_result(message)
             case msg.Ready(info):
                 self._info = info
-                self._state = "up"
+                self._state, self._was_up = "up", True
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(None)
             case msg.Drained():
@@ -272,17 +286,14 @@ class EngineClient:
             self._stopped(words.reason)
             return
         text = words.message if words is not None else f"it ended with exit status {process.exitcode}"
-        starting = self._state == "starting"
-        self._state, self._why_down = "down", f"the engine process died: {text}"
+        hopeless = not self._was_up or (isinstance(words, msg.Died) and words.kind is not None)
+        self._state, self._why_down = "down" if hopeless else "broken", f"the engine process died: {text}"
         log.error("%s", self._why_down)
         self._end_open("error", self._why_down)
-        if starting and self._ready is not None and not self._ready.done():
+        if self._ready is not None and not self._ready.done():
             self._ready.set_exception(_boot_error(words, self._why_down))
-            return
-        if isinstance(words, msg.Died) and words.kind is not None:
-            return
-        restart = asyncio.get_running_loop().create_task(self._restart(), name="engine-restart")
-        self._tasks.append(restart)
+        elif not hopeless:
+            self._tasks.append(asyncio.get_running_loop().create_task(self._restart(), name="engine-restart"))
 
     async def _pending_message(self) -> bool:
         """Let the receiver take in what the process sent before it ended."""
@@ -301,20 +312,23 @@ class EngineClient:
             self._ready.set_exception(Unavailable(self._why_down))
 
     async def _restart(self) -> None:
-        now = time.monotonic()
-        self._deaths = [t for t in self._deaths if now - t < RESTART_WINDOW_S]
-        if len(self._deaths) >= self._max_restarts:
-            self._why_down += f"; not started again ({self._max_restarts} restarts within ten minutes)"
-            log.error("%s", self._why_down)
-            return
-        self._deaths.append(now)
-        await self._tear_down(keep=asyncio.current_task())
-        if self._state != "down":
-            return
-        try:
-            await self.start()
-        except K3Error as error:
-            log.error("the engine could not be started again: %s", error)
+        """Start the engine anew, and again should it die meanwhile, as often as the policy allows."""
+        while self._state == "broken":
+            now = time.monotonic()
+            self._deaths = [t for t in self._deaths if now - t < RESTART_WINDOW_S]
+            if len(self._deaths) >= self._max_restarts:
+                self._state = "down"
+                self._why_down += f"; not started again ({self._max_restarts} restarts within ten minutes)"
+                log.error("%s", self._why_down)
+                return
+            self._deaths.append(now)
+            await self._tear_down(keep=asyncio.current_task())
+            if self._state != "broken":
+                return
+            try:
+                await self.start()
+            except K3Error as error:
+                log.error("the engine could not be started again: %s", error)
 
     def _end_open(self, reason: Literal["abort", "error"], message: str) -> None:
         for rid, entry in self._open.items():

@@ -147,14 +147,12 @@ class Runner(uvicorn.Server):
 
     async def _watch_engine(self) -> None:
         """Exit when the engine is down for good: its client starts it anew as often as it may."""
-        while True:
+        while self._service.phase in ("starting", "ready"):
             await asyncio.sleep(0.5)
             if self._service.phase == "ready" and self._service.engine.state == "down":
-                await asyncio.sleep(1.0)
-                if self._service.engine.state == "down":
-                    self._error = Unavailable(self._service.engine.why_not_healthy or "the engine is down")
-                    self.should_exit = True
-                    return
+                self._error = Unavailable(self._service.engine.why_not_healthy or "the engine is down")
+                self.should_exit = True
+                return
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Runs as a signal handler, between two instructions of the loop: it only leaves word."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -122,25 +123,40 @@ def test_a_second_signal_ends_at_once() -> None:
         assert len(frames) < STEPS
 
 
+def engines(running: Process) -> list[psutil.Process]:
+    """The engine processes that are there: one, or none for a moment after a death."""
+    found = []
+    for child in psutil.Process(running.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE and "spawn_main" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
 def test_a_dead_engine_ends_streams_with_an_error_and_comes_back() -> None:
+    """And dies again before it is back: the server is unhealthy all the while, refuses, and then serves."""
     with server() as running:
+        seen: list[int] = []
 
-        def engine() -> psutil.Process:
-            children = psutil.Process(running.process.pid).children(recursive=True)
-            (found,) = [c for c in children if "spawn_main" in " ".join(c.cmdline())]
-            return found
+        def kill() -> None:
+            wait_for(lambda: any(e.pid not in seen for e in engines(running)))
+            (engine,) = [e for e in engines(running) if e.pid not in seen]
+            seen.append(engine.pid)
+            engine.kill()
 
-        first = engine().pid
-        frames = read(running, 20, lambda: os.kill(first, signal.SIGKILL))
+        frames = read(running, 20, kill)
         assert "error" in json.loads(frames[-1].removeprefix("data: "))
+        kill()
+        assert running.health()[0] == 503
+        refused = httpx.post(f"{running.url}/v1/chat/completions", json=BODY)
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
         wait_for(lambda: running.health()[0] == 200)
-        assert engine().pid != first
+        assert [e.pid in seen for e in engines(running)] == [False]
         assert read(running, -1, lambda: None)[-1] == "data: [DONE]"
 
 
 def test_an_engine_that_keeps_dying_ends_the_server() -> None:
     with server("--max-restarts", "0") as running:
-        children = psutil.Process(running.process.pid).children(recursive=True)
-        (engine,) = [c for c in children if "spawn_main" in " ".join(c.cmdline())]
+        (engine,) = engines(running)
         engine.kill()
         assert running.process.wait(15) == 3
