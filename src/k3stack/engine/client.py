@@ -209,6 +209,7 @@ class EngineClient:
         """End the engine process; open requests end with 'abort'. May be called in any state."""
         was_running = self._state in ("up", "draining", "starting")
         self._state, self._why_down = "closed", "the engine has been closed"
+        self._end_open("abort", "the engine was closed")  # first: the process may be deep in a long step
         process = self._process
         if process is not None and was_running:
             self._tell(msg.Shutdown())
@@ -216,7 +217,6 @@ class EngineClient:
                 log.warning("the engine process did not end within %.0f s; it is killed", KILL_AFTER_S)
                 process.kill()
                 await process.joined(KILL_AFTER_S)
-        self._end_open("abort", "the engine was closed")
         await self._tear_down()
 
     def _send(self, message: msg.ToEngine) -> None:
@@ -323,7 +323,7 @@ class EngineClient:
                 return
             self._deaths.append(now)
             await self._tear_down(keep=asyncio.current_task())
-            if self._state != "broken":
+            if self.state != "broken":  # closed meanwhile
                 return
             try:
                 await self.start()

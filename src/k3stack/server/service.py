@@ -23,6 +23,9 @@ from k3stack.server.translate import Limits, TargetFields
 
 log = logging.getLogger("k3stack.server")
 
+CUT_S = 2.0
+"""What the engine gets to end requests that are cut; one in the middle of a long step does not listen."""
+
 Phase = Literal["starting", "ready", "draining", "cutting", "stopped"]
 
 
@@ -207,7 +210,9 @@ class Service:
             log.warning("drain timeout: cutting %d open requests", self.open)
             for rid in self.engine.open_requests():
                 await self.engine.abort(rid)
-            await self._wait_until_idle(5.0)
+            if not await self._wait_until_idle(CUT_S):
+                await self.engine.close()
+                await self._wait_until_idle(CUT_S)
         self.phase = "stopped"
         return finished
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -9,14 +11,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+import pytest
 
+from k3stack.engine.messages import Output, Submit
+from k3stack.server import service
+from tests.unit.server.harness import FakeEngine, Live
 from tests.unit.server.scripted_server import STEPS
 
 ROOT = Path(__file__).parents[3]
@@ -103,6 +109,31 @@ def test_what_outlasts_the_drain_is_cut_with_an_error() -> None:
         error = json.loads(frames[-1].removeprefix("data: "))["error"]
         assert "stopped before the answer was complete" in error["message"]
         assert running.process.wait(10) == 3
+
+
+class DeepInAStep(FakeEngine):
+    """An engine in the middle of a step that outlasts everything: it hears no abort."""
+
+    async def generate(self, submit: Submit) -> AsyncGenerator[Output, None]:
+        self.closed = asyncio.Event()
+        await self.closed.wait()
+        yield self._last(submit, 0, 0, "abort", time.monotonic())
+
+    async def close(self) -> None:
+        self.closed.set()
+
+
+def test_a_cut_does_not_wait_for_the_engines_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "CUT_S", 0.05)
+    with (
+        Live(DeepInAStep(lambda submit, choice: ()), drain_timeout=0.05) as live,
+        concurrent.futures.ThreadPoolExecutor() as pool,
+    ):
+        asked = pool.submit(httpx.post, f"{live.url}/v1/chat/completions", json=BODY, timeout=30)
+        wait_for(lambda: live.service.open == 1)
+        assert not asyncio.run_coroutine_threadsafe(live.service.drain(), live.loop).result(10)
+        answer = asked.result(10)
+        assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
 
 
 def test_a_second_signal_ends_at_once() -> None:
