@@ -164,7 +164,7 @@ def test_kda_decode_in_place(dtype: torch.dtype, rows: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("count", "start"), [(1, 0), (1, 70), (5, 0), (5, 37), (128, 3), (129, 0), (300, 20)])
+@pytest.mark.parametrize(("count", "start"), [(1, 0), (1, 70), (5, 0), (5, 37), (30, 3), (31, 0), (128, 3), (300, 20)])
 def test_mla_chunk(dtype: torch.dtype, count: int, start: int) -> None:
     q, kv_b = random(count, 2, 12, dtype=dtype), random(2, 16, 10, dtype=dtype, seed=1, scale=0.4)
     rows = random(start + count, 14, dtype=dtype, seed=2)
@@ -187,6 +187,45 @@ def test_mla_decode_over_pages(dtype: torch.dtype) -> None:
             rows[table[r, i], : part.shape[0]] = part
         out.append(mla_reference.attend(q[r : r + 1], content, kv_b, length - 1))
     same(mla.decode(q, rows, table, lengths, kv_b), torch.cat(out), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mla_decode_of_rows_that_share_pages(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows begin alike, two of them longer than the third is; others share less, or nothing."""
+    monkeypatch.setattr(mla, "SHARED_ROWS", 8)
+    page_rows, trunk = 4, [1, 2, 3, 4, 5]
+    tables = [[*trunk, 6, 7], [9, 10, 11], [*trunk, 8], trunk[:3], [*trunk[:2], 12, 13], [14]]
+    lengths = [27, 12, 22, 12, 13, 2]
+    shared = dict((tuple(members), pages) for members, pages in mla._sharing(_padded(tables), lengths, page_rows))
+    assert shared == {(0, 2, 3, 4): 2, (1, 5): 0}
+    assert mla._sharing(_padded(tables[:3]), lengths[:3], page_rows) == [([0, 2], 5), ([1], 0)]
+    q, kv_b = random(6, 2, 12, dtype=dtype), random(2, 16, 10, dtype=dtype, seed=1, scale=0.4)
+    rows = random(16, page_rows, 14, dtype=dtype, seed=2)
+    for members in (range(6), range(3), (0, 2)):
+        own = [tables[r] for r in members]
+        # What lies after a row's end may be anything.
+        spoilt, ends = rows.clone(), [lengths[r] for r in members]
+        for table, length in zip(own, ends, strict=True):
+            if length % page_rows and table[-1] not in trunk:
+                spoilt[table[-1], length % page_rows :] = float("nan")
+        right = [
+            mla_reference.attend(q[i : i + 1], rows[table].view(-1, 14)[:length], kv_b, length - 1)
+            for i, (table, length) in enumerate(zip(own, ends, strict=True))
+        ]
+        same(mla.decode(q[: len(own)], spoilt, _padded(own), ends, kv_b), torch.cat(right), dtype)
+
+
+def _padded(tables: list[list[int]]) -> Tensor:
+    table = torch.full((len(tables), max(map(len, tables)) + 1), 1 << 40)
+    for r, pages in enumerate(tables):
+        table[r, : len(pages)] = torch.tensor(pages)
+    return table
+
+
+def test_short_chunks_are_absorbed() -> None:
+    """Kimi-K3's sizes and K3-nano's: three quarters of where expanding costs the same."""
+    assert mla.absorbed_up_to(192, 576, torch.empty(1, 256, 512)) == 128
+    assert mla.absorbed_up_to(64, 128, torch.empty(1, 64, 96)) == 36
 
 
 @pytest.mark.parametrize("dtype", WIDE)
