@@ -196,8 +196,7 @@ def test_mla_decode_of_rows_that_share_pages(dtype: torch.dtype, monkeypatch: py
     page_rows, trunk = 4, [1, 2, 3, 4, 5]
     tables = [[*trunk, 6, 7], [9, 10, 11], [*trunk, 8], trunk[:3], [*trunk[:2], 12, 13], [14]]
     lengths = [27, 12, 22, 12, 13, 2]
-    shared = dict((tuple(members), pages) for members, pages in mla._sharing(_padded(tables), lengths, page_rows))
-    assert shared == {(0, 2, 3, 4): 2, (1, 5): 0}
+    assert mla._sharing(_padded(tables), lengths, page_rows) == [([0, 2, 3, 4], 2), ([1, 5], 0)]
     assert mla._sharing(_padded(tables[:3]), lengths[:3], page_rows) == [([0, 2], 5), ([1], 0)]
     q, kv_b = random(6, 2, 12, dtype=dtype), random(2, 16, 10, dtype=dtype, seed=1, scale=0.4)
     rows = random(16, page_rows, 14, dtype=dtype, seed=2)

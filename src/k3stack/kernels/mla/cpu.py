@@ -89,9 +89,7 @@ def _sharing(page_table: Tensor, lengths: list[int], page_rows: int) -> list[tup
     return [*found, (rest, 0)] if rest else found
 
 
-def _alike(
-    members: list[int], lengths: list[int], shared: int, page_rows: int, row_bytes: int
-) -> Iterator[list[int]]:
+def _alike(members: list[int], lengths: list[int], shared: int, page_rows: int, row_bytes: int) -> Iterator[list[int]]:
     """``members`` in parts with equally many pages after the ``shared`` ones, none of which gathers too much."""
     by_pages: dict[int, list[int]] = {}
     for r in members:
