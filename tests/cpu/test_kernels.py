@@ -102,10 +102,11 @@ def test_short_convolution(dtype: torch.dtype, count: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_short_convolution_of_many_decode_rows(dtype: torch.dtype) -> None:
-    raw, weight = random(3, 24, dtype=dtype), random(4, 24, dtype=wide_dtype(dtype), seed=1)
-    windows = random(5, 3, 24, dtype=dtype, seed=2)
-    blocks, mine = [4, 0, 2], windows.clone()
-    y = kda.conv_decode(raw, weight, mine, torch.tensor(blocks))
+    raw, weight = random(4, 24, dtype=dtype), random(4, 24, dtype=wide_dtype(dtype), seed=1)
+    windows = random(6, 3, 24, dtype=dtype, seed=2)
+    blocks, mine = [4, 0, 1, 2], windows.clone()
+    y = kda.conv_decode(raw, weight, mine, blocks)
+    assert torch.equal(mine[[3, 5]], windows[[3, 5]])
     for r, block in enumerate(blocks):
         expected, after = kda_reference.short_conv(raw[r : r + 1], weight, windows[block])
         assert off(y[r : r + 1], expected) < TOLERANCE[wide_dtype(dtype)]

@@ -45,7 +45,8 @@ class Kernels:
     output_gate: Callable[[Tensor, Tensor], Tensor]
     residual_mix: Callable[[Tensor, Tensor, float], Tensor]
     conv_chunk: Callable[[Tensor, Tensor, Tensor], Tensor]
-    conv_decode: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    conv_decode: Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]
+    """Not called where ``convolve`` is there."""
     log_decay: Callable[[Tensor, Tensor, float | None], Tensor]
     kda_prefill: Callable[..., None]
     kda_decode: Callable[..., Tensor]

@@ -16,6 +16,9 @@ from torch.nn import functional as F
 ROWS = 4
 """Rows below which a packed product is not faster; callers that group rows may fill their groups up to it."""
 
+SMALL = 1 << 15
+"""Values of a float32 weight whose plain product takes less time: 8 us for 16 rows of [32, 576], packed 20."""
+
 ONE_IMAGE = 32
 IMAGE = 16
 
@@ -53,6 +56,8 @@ def pack(weight: Tensor) -> Weight:
     """The weight [out, in] as ``linear`` is fastest with it; the argument may be dropped afterwards."""
     if not packs(weight.dtype, weight.device):
         return weight
+    if weight.dtype == torch.float32 and weight.numel() <= SMALL:
+        return weight.clone()  # a copy as of those that are packed: the reader uses the argument's memory again
     data = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
     return Packed(data, (weight.shape[0], weight.shape[1]), weight.dtype)
 

@@ -61,8 +61,11 @@ def decode(q: Tensor, rows: Tensor, page_table: Tensor, lengths: list[int], kv_b
 
 
 def _gather(rows: Tensor, pages: Tensor) -> Tensor:
-    """Cache rows of ``pages`` [..., M]: wide [..., M * page rows, latent + shared]."""
-    return widen(rows[pages].view(*pages.shape[:-1], -1, rows.shape[2]))
+    """Cache rows of ``pages`` [..., M]: wide [..., M * page rows, latent + shared]. Whole pages are picked: indexing
+    by a table copies value by value and takes three times as long."""
+    width = rows.shape[2]
+    flat = rows.as_strided((rows.shape[0], rows.shape[1] * width), (rows.stride(0), 1), rows.storage_offset())
+    return widen(flat.index_select(0, pages.reshape(-1)).view(*pages.shape[:-1], -1, width))
 
 
 def _sharing(page_table: Tensor, lengths: list[int], page_rows: int) -> list[tuple[list[int], int]]:

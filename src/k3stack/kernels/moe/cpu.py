@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -50,8 +51,9 @@ def experts(
     tokens, top_k = ids.shape
     if isinstance(w13, Stack) and isinstance(w2, Stack):
         hits = torch.zeros(tokens, len(w13), dtype=torch.int64, device=x.device).scatter_(1, ids, 1).cumsum_(0)
-        if _stacked_is_faster(hits[-1], w13, w2):
-            return _stacked(x, ids, weights, hits, w13, w2, activation)
+        counts_each: list[int] = hits[-1].tolist()
+        if _stacked_is_faster(counts_each, w13, w2):
+            return _stacked(x, ids, weights, hits, max(2, *counts_each), w13, w2, activation)
     if tokens == 1:
         return _experts_of_one(x, ids[0].tolist(), weights, w13, w2, activation)
     least = w13.least_rows if isinstance(w13, Stack) else linear.ROWS
@@ -80,15 +82,15 @@ def experts(
     return F.embedding_bag(where.view(tokens, top_k), results, per_sample_weights=weights, mode="sum").to(x.dtype)
 
 
-def _stacked_is_faster(counts: Tensor, w13: Stack, w2: Stack) -> bool:
+def _stacked_is_faster(counts: list[int], w13: Stack, w2: Stack) -> bool:
     """Whether all experts in one product, each with as many rows as the busiest, take less time than products of
     their own for those that are in use."""
-    rows = max(int(counts.max()), 2)
+    rows = max(2, *counts)
     if rows > linear.ONE_IMAGE:
         return False
-    size, used = w13.expert_bytes + w2.expert_bytes, int(counts.count_nonzero())
+    size, used = w13.expert_bytes + w2.expert_bytes, len(counts) - counts.count(0)
     together = len(w13) * size * max(1.0, rows / ROWS_A_READ)
-    one_by_one = used * (2 * CALL_BYTES + size * max(1.0, int(counts.sum()) / used / ROWS_A_READ))
+    one_by_one = used * (2 * CALL_BYTES + size * max(1.0, sum(counts) / used / ROWS_A_READ))
     return together <= one_by_one
 
 
@@ -97,20 +99,26 @@ def _stacked(
     ids: Tensor,
     weights: Tensor,
     hits: Tensor,
+    rows: int,
     w13: Stack,
     w2: Stack,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """All experts at once; ``hits`` [T, E] counts each expert's tokens up to and with each token."""
-    tokens, count = hits.shape
-    rows = max(int(hits[-1].max()), 2)
-    place = (hits.gather(1, ids).sub_(1)).mul_(count).add_(ids)
+    """All experts at once, ``rows`` each; ``hits`` [T, E] counts each expert's tokens up to and with each token."""
+    count, (tokens, top_k) = hits.shape[1], ids.shape
+    place = (hits.gather(1, ids).sub_(1)).mul_(count).add_(ids).view(-1)
     # Rows that no token takes hold token 0: nobody reads their results.
-    source = torch.zeros(rows * count, dtype=torch.int64, device=x.device)
-    source[place] = torch.arange(tokens, device=x.device).unsqueeze(1)
+    source = torch.zeros(rows * count, dtype=torch.int64, device=x.device).index_copy_(0, place, _owners(tokens, top_k))
     inner = activation(w13.product(x.index_select(0, source)))
-    results = widen(w2.product(inner))
-    return F.embedding_bag(place, results, per_sample_weights=weights, mode="sum").to(x.dtype)
+    results = widen(w2.product(inner).index_select(0, place)).view(tokens, top_k, -1)
+    return torch.bmm(weights.unsqueeze(1), results).squeeze(1).to(x.dtype)
+
+
+@lru_cache(maxsize=4)
+def _owners(tokens: int, top_k: int) -> Tensor:
+    """[T * k]: the token of each choice."""
+    with torch.inference_mode(False):
+        return torch.arange(tokens).repeat_interleave(top_k)
 
 
 def _experts_of_one(

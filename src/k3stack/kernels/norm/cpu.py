@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from k3stack.kernels.precision import widen
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``reference.rms_norm``."""
-    a = widen(x)
-    length = torch.linalg.vector_norm(a, dim=-1, keepdim=True)
-    scale = length.square_().div_(a.shape[-1]).add_(eps).rsqrt_()
-    y = a * scale
-    return y.mul_(weight) if y.dtype == x.dtype else y.to(x.dtype).mul_(weight)
+    a, width = widen(x), x.shape[-1:]
+    if a.dtype == x.dtype:
+        return F.rms_norm(a, width, weight, eps)
+    return F.rms_norm(a, width, None, eps).to(x.dtype).mul_(weight)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``reference.gated_rms_norm``."""
-    a = widen(x)
-    length = torch.linalg.vector_norm(a, dim=-1, keepdim=True)
-    scale = length.square_().div_(a.shape[-1]).add_(eps).rsqrt_()
-    y = (a * scale).mul_(weight).mul_(torch.sigmoid(widen(gate)))
+    y = F.rms_norm(widen(x), x.shape[-1:], weight, eps).mul_(torch.sigmoid(widen(gate)))
     return y.to(gate.dtype)
 
 

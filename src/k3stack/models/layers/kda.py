@@ -73,7 +73,7 @@ class KdaAttention(Part):
         if step.all_decode and self.kernels.kda_step is not None:
             y = self._whole_step(self.kernels.kda_step, (raw, f, gate, b), step, views)
             return self.kernels.linear(y if tail is None else y[tail.tokens], self.w_out)
-        z = widen(self.kernels.linear(f, self.w_f)) + self.dt_bias
+        z = self.kernels.linear(f, self.w_f) + self.dt_bias
         g = self.kernels.log_decay(z.view(tokens, heads, k), self.exp_a, self.lower_bound)
         beta = torch.sigmoid(widen(b))
         qkv = self._convolve(raw, step, views.window(self.index))
@@ -103,7 +103,7 @@ class KdaAttention(Part):
         if self.kernels.convolve is not None:
             return self.kernels.convolve(raw, self.conv, windows, *step.row_index())
         if step.all_decode:
-            return self.kernels.conv_decode(raw, self.conv, windows, step.decode_block_index)
+            return self.kernels.conv_decode(raw, self.conv, windows, step.decode_blocks)
         if step.one_chunk:
             return self.kernels.conv_chunk(raw, self.conv, windows[step.chunks[0].block])
         out = self.conv.new_empty(raw.shape)
@@ -111,7 +111,7 @@ class KdaAttention(Part):
             out[chunk.tokens] = self.kernels.conv_chunk(raw[chunk.tokens], self.conv, windows[chunk.block])
         if step.decode_count:
             tokens = step.decode_tokens
-            out[tokens] = self.kernels.conv_decode(raw[tokens], self.conv, windows, step.decode_block_index)
+            out[tokens] = self.kernels.conv_decode(raw[tokens], self.conv, windows, step.decode_blocks)
         return out
 
     def _recur(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, step: Step, states: Tensor) -> Tensor:
