@@ -37,6 +37,7 @@ LIMITS_US = {64: (300, 150), 512: (2000, 1000)}
 STEP_S = 0.02
 """How far a step moves the scheduler's clock: policy slo looks at time."""
 END_EVERY = 20
+STOP = 5
 
 
 @dataclass
@@ -52,20 +53,24 @@ class Row:
     limit_plan_us: int
 
 
-def answer(plan: StepPlan, rng: np.random.Generator) -> StepResult:
-    """A made-up result: random tokens, none of them a stop id."""
+def answer(plan: StepPlan, rng: np.random.Generator, stop: bool = False) -> StepResult:
+    """A made-up result: random tokens, none of them a stop id, but for one row where ``stop``."""
     group = plan.groups[0]
-    ids = tuple(rng.integers(10, 160_000, len(group.decode)).tolist())
+    ids = rng.integers(10, 160_000, len(group.decode)).tolist()
+    if stop:
+        ids[int(rng.integers(len(ids)))] = STOP
+    ids = tuple(ids)
     rows = tuple(RowResult(row=w.row, tokens=(11,) if w.sample else ()) for w in group.work)
     return StepResult(step=plan.step, groups=(GroupResult(tokens=ids, rows=rows),))
 
 
 def build(
     running: int, context: int, turns: int, aligned: bool, slo: bool, rng: np.random.Generator, now: VirtualClock
-) -> Scheduler:
-    """``running`` long prompts, of which one in ``END_EVERY`` turns ends, and short ones that wait for their rows."""
+) -> tuple[Scheduler, list[Request]]:
+    """``running`` long prompts; and short ones for the rows that ends leave, to be submitted once all of
+    these run (policy ``slo`` would take them first, and long prompts would be computed under the clock)."""
     layout = block_layout(model_geometry("kimi-k3"), tp=8)
-    pages = running * (-(-(context + turns + 320) // layout.page_tokens) + 1)
+    pages = running * (-(-(context + 3 * turns + 320) // layout.page_tokens) + 1)
     blocks = 4 * running + pages // layout.pages_per_block + 64
     plan = plan_pools(layout, blocks * layout.block_bytes, max_running=running)
     options = SchedulerOptions(
@@ -73,20 +78,23 @@ def build(
     )
     scheduler = Scheduler(Memory(plan), Slo(LearnedCost()) if slo else PrefillFirst(), options, now)
     ends = turns // END_EVERY
+    later = []
     for i in range(running + ends + 2):
         length = (context if i < running else 200) + (0 if aligned else int(rng.integers(256)))
         prompt = tuple(rng.integers(10, 160_000, length).tolist())
-        first = running - min(ends, running)
-        limit = 4 + END_EVERY * (i - first + 1) if first <= i < running else 2 * turns
-        sampling = SamplingParams(max_tokens=limit, stop_token_ids=(5,))
-        scheduler.submit(Request(rid=f"r{i}", prompt_ids=prompt, sampling=sampling, eos_ids=(1, 2, 3)))
-    return scheduler
+        sampling = SamplingParams(max_tokens=64_000, stop_token_ids=(STOP,))
+        request = Request(rid=f"r{i}", prompt_ids=prompt, sampling=sampling, eos_ids=(1, 2, 3))
+        if i < running:
+            scheduler.submit(request)
+        else:
+            later.append(request)
+    return scheduler, later
 
 
 def measure(running: int, context: int, turns: int, aligned: bool, slo: bool, clock: Callable[[], float]) -> Row:
     rng = np.random.default_rng(7)
     now = VirtualClock()
-    scheduler = build(running, context, turns, aligned, slo, rng, now)
+    scheduler, later = build(running, context, turns, aligned, slo, rng, now)
     flights: deque[StepPlan] = deque()
 
     def plan() -> StepPlan:
@@ -100,13 +108,15 @@ def measure(running: int, context: int, turns: int, aligned: bool, slo: bool, cl
         if len(flights) == 2:
             now.advance(STEP_S)
             scheduler.commit(answer(flights.popleft(), rng))
+    for request in later:
+        scheduler.submit(request)
     gc.collect()
     gc.freeze()
     whole, planning = [], []
-    for _ in range(turns):
+    for turn in range(turns):
         if len(flights) < 2:
             plan()
-        result = answer(flights.popleft(), rng)
+        result = answer(flights.popleft(), rng, stop=turn % END_EVERY == END_EVERY - 1)
         now.advance(STEP_S)
         t0 = clock()
         scheduler.commit(result)

@@ -56,6 +56,7 @@ class RowTable:
         self._rows: tuple[int, ...] = ()
         self._array: npt.NDArray[np.intp] = np.zeros(0, np.intp)
         self._entries: list[Entry] = []
+        self._former: list[Entry] = []
 
     @property
     def free(self) -> int:
@@ -115,9 +116,15 @@ class RowTable:
     def _refresh(self) -> None:
         if self._dirty:
             self._rows = tuple(self._members)
+            # Perhaps nothing else holds the entries that left: freeing a long prompt's ids takes longer than a plan.
+            self._former += self._entries
             self._entries = list(self._members.values())
             self._array = np.array(self._rows, np.intp)
             self._dirty = False
+
+    def rest(self) -> None:
+        """Let go of the entries that left the decode set."""
+        self._former.clear()
 
     def due(self) -> list[int]:
         """Decode rows that need a look before their next token."""

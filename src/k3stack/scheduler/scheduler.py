@@ -180,6 +180,7 @@ class Scheduler:
         """Do what can be done while the device works and nothing else is to do."""
         self._core.memory.rest()
         self._core.gone.clear()
+        self._core.rows.rest()
 
     def take_events(self) -> list[Event]:
         """What happened since the last call, in order."""
