@@ -1,8 +1,14 @@
 """The checkpoint reader beside plain reading of the same files: rate, and peak memory over the final weights.
 
-A random checkpoint of more than 1 GB is written to a temporary folder. Both ways of reading run in processes of their
-own, in turns, each time after the files have been dropped from the page cache (or, with --warm, with all of them in
-it). Plain reading uses as many threads and pieces as large as the reader's, into one buffer a thread.
+A random checkpoint of more than 1 GB is written to a temporary folder. Each way of reading runs in a process of its
+own, in turns, after the files have been dropped from the page cache (or, with --warm, with all of them in it):
+
+plain  every byte, with as many threads as the reader, 16 MiB at a time into one buffer a thread
+kept   the same into memory that stays
+stages headers, building the model, reading, preparing, one after the other; the reader's rate is that of "reading"
+       alone, which ends when every byte is in the memory of its weight, as stored. Nothing is read ahead.
+load   ``load_model``, as a server starts: the same with reading ahead while the model is built; memory is taken here
+touch  writing once to every page of as much new memory as the weights take, with all cores: no loader can take less
 
     python -m benchmarks.read_checkpoint [--layout linear|k3] [--warm] [--folder PATH]
 """
@@ -18,17 +24,24 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from benchmarks.make_checkpoint import quarter_kimi_linear, small_k3, write_checkpoint
 
+from k3stack.config.geometry import load_geometry
 from k3stack.kernels.linear import cpu as linear
 from k3stack.kernels.linear import stacked
+from k3stack.kernels.memory import keep_freed_memory
 from k3stack.models.checkpoint import find_tensors
-from k3stack.models.load import load_model
+from k3stack.models.landing import land
+from k3stack.models.load import load_model, one_thread, parse_dtype
+from k3stack.models.network import Model
+from k3stack.models.prepare import prepare
+from k3stack.models.stream_in import stream_in
 
-THREADS, PIECE = 4, 16 << 20
+THREADS, PIECE, RUN = 4, 16 << 20, 64 << 20
 WANTED_RATE = 0.7
 
 
@@ -40,10 +53,12 @@ def resident(field: str) -> int:
     raise SystemExit(f"/proc/self/status has no {field}: this benchmark needs Linux")
 
 
-def read_plainly(folder: Path) -> float:
-    """Seconds to read every byte of the safetensors files."""
+def read_plainly(folder: Path, keep: bool) -> float:
+    """Seconds to read every byte of the safetensors files, into one buffer a thread or into memory that stays."""
     files = sorted(folder.glob("*.safetensors"))
-    work = [(f, a, min(a + (64 << 20), f.stat().st_size)) for f in files for a in range(0, f.stat().st_size, 64 << 20)]
+    sizes = {f: f.stat().st_size for f in files}
+    kept = {f: torch.empty(n if keep else 0, dtype=torch.uint8).numpy() for f, n in sizes.items()}
+    work = [(f, a, min(a + RUN, sizes[f])) for f in files for a in range(0, sizes[f], RUN)]
     buffers = [bytearray(PIECE) for _ in range(THREADS)]
 
     def read(task: tuple[Path, int, int]) -> None:
@@ -51,7 +66,9 @@ def read_plainly(folder: Path) -> float:
         file, at, end = task
         fd = os.open(file, os.O_RDONLY)
         while at < end:
-            at += os.preadv(fd, [memoryview(buffer)[: min(PIECE, end - at)]], at)
+            size = min(PIECE, end - at)
+            dest = memoryview(kept[file])[at : at + size] if keep else memoryview(buffer)[:size]
+            at += os.preadv(fd, [dest], at)
         os.close(fd)
         buffers.append(buffer)
 
@@ -61,23 +78,60 @@ def read_plainly(folder: Path) -> float:
     return time.perf_counter() - begin
 
 
-def read_model(folder: Path, dtype: str) -> dict[str, float]:
-    """Load a model ready to run: seconds, and bytes of memory besides torch's own (libraries, threads)."""
+def touch(size: int) -> float:
+    """Seconds to write once to every page of new memory, with a thread for each core."""
+    cores = len(os.sched_getaffinity(0))
+    parts = [torch.empty(size // cores, dtype=torch.uint8).numpy() for _ in range(cores)]
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(cores) as pool:
+        list(pool.map(lambda part: part.fill(1), parts))
+    return time.perf_counter() - begin
+
+
+def warm_up() -> None:
+    """What torch and oneDNN take once is not the reader's."""
     for kind in (torch.float32, torch.bfloat16):
         weight = torch.ones(512, 256, dtype=kind)
         linear.linear(weight[:64], linear.pack(weight))
         stacked.pack_all([weight, weight])
+
+
+def read_in_stages(folder: Path, dtype: str) -> dict[str, float]:
+    """Seconds of each stage."""
+    warm_up()
+    times = [time.perf_counter()]
+    geometry = load_geometry(folder)
+    found = find_tensors(folder, geometry)
+    times.append(time.perf_counter())
+    keep_freed_memory()
+    with one_thread():
+        model = Model(geometry, dtype=parse_dtype(dtype), device=torch.device("cpu"))
+        landed = land(model, found)
+    times.append(time.perf_counter())
+    stream_in(landed, threads=THREADS)
+    times.append(time.perf_counter())
+    prepare(landed.unfinished, threads=THREADS)
+    model.finish()
+    times.append(time.perf_counter())
+    names = ("headers", "building", "reading", "preparing")
+    return dict(zip(names, (b - a for a, b in pairwise(times)), strict=True))
+
+
+def read_model(folder: Path, dtype: str) -> dict[str, float]:
+    """Load a model ready to run: seconds, and bytes of memory besides torch's own (libraries, threads)."""
+    warm_up()
     before = resident("VmRSS")
     begin = time.perf_counter()
     model = load_model(folder, dtype=dtype, progress=False, threads=THREADS)
     seconds = time.perf_counter() - begin
-    weights = model.weight_bytes
+    weights, filling = model.weight_bytes, model.filling_bytes
     found = find_tensors(folder, model.geometry)
     return {
         "seconds": seconds,
         "weights": weights,
-        "over": resident("VmHWM") - before - weights,
-        "left": resident("VmRSS") - before - weights,
+        "filling": filling,
+        "over": resident("VmHWM") - before - weights - filling,
+        "left": resident("VmRSS") - before - weights - filling,
         "largest": max(e.nbytes for _, e in found.tensors),
         "bytes": sum(f.stat().st_size for f in folder.glob("*.safetensors")),
     }
@@ -92,32 +146,50 @@ def drop(folder: Path) -> None:
         os.close(fd)
 
 
-def child(what: str, folder: Path, dtype: str) -> dict[str, float]:
+def child(what: str, folder: Path, dtype: str, size: int = 0) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.read_checkpoint", "--child", what, "--folder", str(folder)]
-    out = subprocess.run([*command, "--dtypes", dtype], check=True, stdout=subprocess.PIPE, text=True).stdout
+    command += ["--dtypes", dtype, "--size", str(size)]
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     result: dict[str, float] = json.loads(out)
     return result
 
 
 def compare(folder: Path, dtype: str, rounds: int, warm: bool) -> bool:
-    plain, ours = [], []
+    runs: dict[str, list[dict[str, float]]] = {what: [] for what in ("plain", "kept", "stages", "load", "touch")}
     for _ in range(rounds):
-        for what, kept in (("plain", plain), ("model", ours)):
+        for what, done in runs.items():
             if not warm:
                 drop(folder)
-            kept.append(child(what, folder, dtype))
-    size, last = ours[0]["bytes"], ours[-1]
-    plain_s = statistics.median(p["seconds"] for p in plain)
-    ours_s = statistics.median(o["seconds"] for o in ours)
-    share = plain_s / ours_s
-    over = max(o["over"] for o in ours)
+            size = int(sum(runs["load"][-1][k] for k in ("weights", "filling"))) if what == "touch" else 0
+            done.append(child(what, folder, dtype, size))
+
+    def middle(what: str, field: str = "seconds") -> float:
+        return statistics.median(r[field] for r in runs[what])
+
+    last = runs["load"][-1]
+    size, over = last["bytes"], max(r["over"] for r in runs["load"])
+    plain, kept, reading = middle("plain"), middle("kept"), middle("stages", "reading")
+    stages = ", ".join(f"{name} {middle('stages', name):.2f}" for name in runs["stages"][0])
     print(
-        f"{dtype}: plain reading {size / plain_s / 1e9:.2f} GB/s, until the model is ready {size / ours_s / 1e9:.2f} "
-        f"GB/s: {share:.0%} (wanted {WANTED_RATE:.0%})\n"
-        f"  weights {last['weights'] / 1e6:,.0f} MB; peak over them {over / 1e6:,.1f} MB, afterwards "
-        f"{max(o['left'] for o in ours) / 1e6:,.1f} MB (largest tensor in the files {last['largest'] / 1e6:,.1f} MB)"
+        f"{dtype}: plain reading {size / plain / 1e9:.2f} GB/s (into memory that stays {size / kept / 1e9:.2f}), the "
+        f"reader {size / reading / 1e9:.2f} GB/s: {plain / reading:.0%} (wanted {WANTED_RATE:.0%})\n"
+        f"  seconds: {stages}; load_model {middle('load'):.2f} ({size / middle('load') / 1e9:.2f} GB/s of files); "
+        f"new memory alone {middle('touch'):.2f}\n"
+        f"  weights {last['weights'] / 1e6:,.0f} MB and {last['filling'] / 1e6:,.0f} MB of filling; peak over both "
+        f"{over / 1e6:,.1f} MB, afterwards {max(r['left'] for r in runs['load']) / 1e6:,.1f} MB (largest tensor in the "
+        f"files {last['largest'] / 1e6:,.1f} MB)",
+        flush=True,
     )
-    return share >= WANTED_RATE and over <= last["largest"]
+    return plain / reading >= WANTED_RATE and over <= last["largest"]
+
+
+def run_child(options: argparse.Namespace) -> dict[str, float]:
+    folder, dtype = options.folder, options.dtypes[0]
+    if options.child in ("plain", "kept"):
+        return {"seconds": read_plainly(folder, options.child == "kept")}
+    if options.child == "touch":
+        return {"seconds": touch(options.size)}
+    return read_in_stages(folder, dtype) if options.child == "stages" else read_model(folder, dtype)
 
 
 def main() -> None:
@@ -127,13 +199,11 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm", action="store_true", help="leave the files in the page cache")
-    parser.add_argument("--child", choices=("plain", "model"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=("plain", "kept", "stages", "load", "touch"), help=argparse.SUPPRESS)
+    parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child == "plain":
-        print(json.dumps({"seconds": read_plainly(options.folder)}))
-        return
-    if options.child == "model":
-        print(json.dumps(read_model(options.folder, options.dtypes[0])))
+    if options.child is not None:
+        print(json.dumps(run_child(options)))
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)

@@ -13,9 +13,9 @@ from k3stack.kernels.activation import reference as activation_reference
 from k3stack.kernels.kda import cpu as kda
 from k3stack.kernels.kda import reference as kda_reference
 from k3stack.kernels.kda.layout import tile_layout
+from k3stack.kernels.linear import blocked, stacked
 from k3stack.kernels.linear import cpu as linear
 from k3stack.kernels.linear import reference as linear_reference
-from k3stack.kernels.linear import stacked
 from k3stack.kernels.mla import cpu as mla
 from k3stack.kernels.mla import reference as mla_reference
 from k3stack.kernels.moe import cpu as moe
@@ -297,7 +297,8 @@ def test_stacked_experts(dtype: torch.dtype, tokens: int, monkeypatch: pytest.Mo
 
 
 def test_experts_are_packed_one_by_one_where_parts_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacked, "_library", lambda: None)
+    monkeypatch.setattr(stacked, "library", lambda: None)
+    monkeypatch.setattr(blocked, "library", lambda: None)
     stacked._layout.cache_clear()
     weights = random(12, 96, 64, dtype=torch.float32)
     packed = stacked.pack_all(list(weights))

@@ -1,94 +1,204 @@
-"""How much memory reading a checkpoint takes besides the weights, counted in bytes lent, not in time."""
+"""Reading into the weights' own memory and making the weights there, whatever the sizes of pieces."""
 
-import threading
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from k3stack.config.geometry import load_geometry
+from k3stack.config.geometry import ModelGeometry, load_geometry
 from k3stack.errors import BugError
-from k3stack.kernels.linear.cpu import packs, unpack
-from k3stack.models import stream_in as reader
+from k3stack.kernels.linear import blocked, stacked
+from k3stack.kernels.linear import cpu as linear
+from k3stack.kernels.linear.cpu import Packed, packs, unpack
+from k3stack.models import landing, prepare, stream_in
 from k3stack.models.checkpoint import find_tensors
+from k3stack.models.landing import Stored, land
+from k3stack.models.layers.ffn import MoeFfn
 from k3stack.models.load import load_model
 from k3stack.models.network import Model
-from k3stack.models.room import ALIGN, LARGE, Room
 from tests.cpu.harness import GOLDEN
 
 CPU = torch.device("cpu")
 K3 = "k3_tiny_open"
+PACKED = [d for d in (torch.float32, torch.bfloat16) if packs(d, CPU)]
 
 
 def plain_weights(model: Model) -> list[Tensor]:
     return [unpack(w) for w in model.all_weights()]
 
 
-@pytest.mark.parametrize(("dtype", "threads"), [(torch.float32, 1), (torch.bfloat16, 4)])
-def test_room_is_one_weight(dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest weight plus what may be read beside it, however many threads; read in many pieces all the same."""
-    if not packs(dtype, CPU):
-        pytest.skip(f"this torch packs no weights in {dtype}")
-    monkeypatch.setattr(reader, "LARGE", 4096)
-    monkeypatch.setattr(reader, "AT_ONCE", 1 << 16)
-    monkeypatch.setattr(reader, "PIECE", 1 << 14)
-    geometry = load_geometry(GOLDEN / K3)
+def load(folder: Path, dtype: torch.dtype, threads: int = 2) -> Model:
+    geometry = load_geometry(folder)
     model = Model(geometry, dtype=dtype, device=CPU)
-    places = list(model.places())
-    assert places and all(p.get().is_meta for p in places), "a plain weight has memory beside its packed form"
-    largest = max(p.get().nbytes for p in places)
-    read: list[int] = []
-    room = reader.stream_in(model, found := find_tensors(GOLDEN / K3, geometry), threads=threads, on_bytes=read.append)
-    assert 0 < room.peak <= room.size <= largest + (1 << 14) + 4096 + 2 * ALIGN
-    assert sum(read) == found.nbytes
+    landed = land(model, find_tensors(folder, geometry))
+    stream_in.stream_in(landed, threads=threads)
+    prepare.prepare(landed.unfinished, threads=threads)
     model.finish()
-    expected = plain_weights(load_model(GOLDEN / K3, dtype=dtype, progress=False))
+    return model
+
+
+@pytest.mark.parametrize(("dtype", "threads"), [(torch.float32, 1), (torch.bfloat16, 4), (torch.float64, 2)])
+def test_pieces_do_not_matter(dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = plain_weights(load(GOLDEN / K3, dtype))
+    monkeypatch.setattr(stream_in, "AT_ONCE", 1000)
+    monkeypatch.setattr(stream_in, "RUN_BYTES", 5000)
+    monkeypatch.setattr(prepare, "PIECE", 4096)
+    for ours, other in zip(plain_weights(load(GOLDEN / K3, dtype, threads)), whole, strict=True):
+        assert torch.equal(ours, other)
+
+
+@pytest.mark.parametrize("dtype", PACKED)
+def test_without_known_layouts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where weights cannot be laid out in place they are packed as a whole, to the same values."""
+    expected = plain_weights(load(GOLDEN / K3, dtype))
+    caches = (blocked.blocked_linear, stacked._layout)
+    for module in (blocked, stacked):
+        monkeypatch.setattr(module, "library", lambda: None)
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        model = load(GOLDEN / K3, dtype)
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+    assert all(w.owner is None for w in model.all_weights() if isinstance(w, Packed))
     for ours, other in zip(plain_weights(model), expected, strict=True):
         assert torch.equal(ours, other)
 
 
-def test_as_stored_needs_no_room() -> None:
-    """Without packing and conversion bytes go from the file into the weight."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_weights_have_memory_once(dtype: torch.dtype) -> None:
+    """What is read lies in the weight's own memory, behind whatever has been made when it is taken."""
     geometry = load_geometry(GOLDEN / K3)
+    model = Model(geometry, dtype=dtype, device=CPU)
+    found = find_tensors(GOLDEN / K3, geometry)
+    landed = land(model, found)
+    assert landed.stored == found.nbytes
+    for x in landed.landings:
+        itemsize, width = x.dtype.itemsize, x.shape[1]
+        begin = x.memory.data_ptr()
+        for part in x.parts:
+            start = part.raw.data_ptr() - begin
+            assert 0 <= start <= x.memory.numel() - part.raw.numel()
+            for row in range(part.rows):
+                taken = part.raw.numel() * (row + 1) // part.rows
+                assert (part.first + row + 1) * width * itemsize <= start + taken + x.memory.numel() - _plain_bytes(x)
+    read: list[int] = []
+    stream_in.stream_in(landed, threads=2, on_bytes=read.append)
+    assert sum(read) == found.nbytes
+
+
+def _plain_bytes(x: landing.Landing) -> int:
+    return x.shape[0] * x.shape[1] * x.dtype.itemsize
+
+
+def test_as_stored_is_ready_when_read() -> None:
+    """bfloat16 that no product takes, and float32 that stays float32."""
+    geometry = load_geometry(GOLDEN / K3)
+    model = Model(geometry, dtype=torch.bfloat16, device=CPU)
+    landed = land(model, find_tensors(GOLDEN / K3, geometry))
+    embed = [x for x in landed.landings if x.memory.data_ptr() == model.embed.data_ptr()]
+    assert len(embed) == 1
+    assert id(embed[0]) not in {id(x) for x in landed.unfinished}
+
+
+def test_rows_that_do_not_fill_the_weight_are_refused() -> None:
+    geometry = load_geometry(GOLDEN / K3)
+    found = find_tensors(GOLDEN / K3, geometry)
+    item = next((pair,) for pair in found.tensors if pair[0].kind == "embed")
+    rows, width = item[0][1].shape
+    with pytest.raises(BugError, match="rows read"):
+        landing.Landing((rows + 1, width), torch.float32, [Stored(0, rows, item)]).settle(None)
+
+
+def test_reading_through_a_staging_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a GPU: every tensor is converted on its way. The GPU's memory is this machine's here."""
+    geometry = load_geometry(GOLDEN / K3)
+    expected = load(GOLDEN / K3, torch.float64)
     model = Model(geometry, dtype=torch.float64, device=CPU)
-    assert not any(w.is_meta for w in model.all_weights())
-    room = reader.stream_in(model, find_tensors(GOLDEN / K3, geometry), threads=2)
-    assert room.size <= 2 * (reader.PIECE + ALIGN)
+    found = find_tensors(GOLDEN / K3, geometry)
+    monkeypatch.setattr(stream_in, "STAGE", 1000)
+    others = [landing.Convert(slot, item) for slot, item in landing._slots(model, found)]
+    read: list[int] = []
+    stream_in.stream_in(landing.Landed([], others), threads=3, on_bytes=read.append)
+    model.finish()
+    assert sum(read) == found.nbytes
+    for ours, other in zip(plain_weights(model), plain_weights(expected), strict=True):
+        assert torch.equal(ours, other)
 
 
-def test_lent_room_never_overlaps_and_comes_back() -> None:
-    room = Room(8 * ALIGN)
-    wrong: list[int] = []
-
-    def use(number: int) -> None:
-        for turn in range(200):
-            with room.take(1 + (number * 7 + turn) % (8 * ALIGN)) as space:
-                space.fill_(number)
-                if not bool((space == number).all()):
-                    wrong.append(number)
-
-    threads = [threading.Thread(target=use, args=(n,)) for n in range(1, 5)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not wrong
-    assert room.peak <= room.size == 8 * ALIGN
-    with room.take(8 * ALIGN) as whole:
-        assert whole.numel() == 8 * ALIGN
-        with room.take(0) as nothing:
-            assert nothing.numel() == 0
-
-
-def test_large_pieces_keep_no_memory() -> None:
-    """Written, given back, taken again: the system hands out fresh (zeroed) pages."""
-    room = Room(LARGE)
-    with room.take(LARGE) as space:
-        space.fill_(7)
-    with room.take(LARGE) as space:
-        assert int(space[4096:-4096].max()) == 0
+@pytest.mark.parametrize("dtype", PACKED)
+@pytest.mark.parametrize("shape", [(130, 64), (96, 64), (1000, 32), (64, 128)])
+def test_blocks_are_onednns(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    layout = blocked.blocked_linear(*shape, dtype)
+    if layout is None:
+        pytest.skip("this processor's layout is another one")
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    memory = torch.empty(layout.nbytes, dtype=torch.uint8)
+    filled = layout.nbytes // (shape[1] * dtype.itemsize)
+    source = blocked.scratch(filled, shape[1], dtype)
+    source[: shape[0]], source[shape[0] :] = weight, 0
+    for a in range(0, filled, layout.rows):
+        layout.write(source[a : a + layout.rows], memory, a)
+    ours, theirs = layout.weight(memory), linear.pack(weight)
+    assert isinstance(theirs, Packed)
+    assert torch.equal(blocked.describe(ours.data), blocked.describe(theirs.data))
+    assert torch.equal(unpack(ours), weight)
+    assert ours.nbytes + ours.filling == layout.nbytes
+    for rows in (1, 4, 40):
+        x = torch.randn(rows, shape[1]).to(dtype)
+        assert torch.equal(linear.linear(x, ours), linear.linear(x, theirs))
 
 
-def test_more_than_the_room_is_refused() -> None:
-    with pytest.raises(BugError, match="room"), Room(ALIGN).take(ALIGN + 1):
-        pass
+@pytest.mark.parametrize("dtype", PACKED)
+def test_description_of_many_experts(dtype: torch.dtype) -> None:
+    """Told from those of two and three."""
+    layout = stacked._layout(11, 96, 64, dtype)
+    if layout is None:
+        pytest.skip("this processor has no stacks")
+    whole = stacked._pack(torch.zeros(11 * 96, 64, dtype=dtype), 11, 2)
+    assert torch.equal(layout.group, blocked.describe(whole))
+
+
+@pytest.mark.parametrize("dtype", PACKED)
+def test_experts_rows_over_several_blocks(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Wide enough for blocks that end in the middle of gate and up, from MXFP4 and from bfloat16."""
+    from benchmarks.make_checkpoint import quarter_kimi_linear, small_k3, write_checkpoint
+
+    configs: list[dict[str, Any]] = [quarter_kimi_linear(experts=4), small_k3()]
+    for config in configs:
+        text = config.get("text_config", config)
+        text.update(num_hidden_layers=4, vocab_size=700, hidden_size=128, moe_intermediate_size=96, num_experts=4)
+        text.update(intermediate_size=160, num_experts_per_token=2)
+        text["linear_attn_config"].update(kda_layers=[1, 2, 3], full_attn_layers=[4])
+        if "routed_expert_hidden_size" in text:
+            text["routed_expert_hidden_size"] = 64
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        write_checkpoint(folder, config)
+        model = load_model(folder, dtype=dtype, progress=False)
+        wide = load_model(folder, dtype=torch.float64, progress=False)
+        for ours, other in zip(plain_weights(model), plain_weights(wide), strict=True):
+            if ours.ndim == 2:
+                assert torch.equal(ours.double(), other)
+        _experts_are_the_files(folder, model, wide.geometry)
+
+
+def _experts_are_the_files(folder: Path, model: Model, geometry: ModelGeometry) -> None:
+    if geometry.moe.mxfp4:
+        return
+    placed = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    layer = geometry.dense_layers
+    ffn = model.layers[layer].ffn
+    assert isinstance(ffn, MoeFfn)
+    for name, shard in placed.items():
+        if f"layers.{layer}." in name and ".experts.1.w" in name:
+            with safe_open(folder / shard, "pt") as file:
+                stored = file.get_tensor(name).to(model.dtype)
+            own = unpack((ffn.w2 if ".w2." in name else ffn.w13)[1])
+            inner = geometry.moe.expert_width
+            part = own if ".w2." in name else own[:inner] if ".w1." in name else own[inner:]
+            assert torch.equal(part, stored)

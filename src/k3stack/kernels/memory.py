@@ -12,7 +12,7 @@ from functools import cache
 
 PAGE = 4096
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-MADV_DONTNEED = 4
+MADV_DONTNEED, MADV_POPULATE_WRITE = 4, 23
 HEAP_LIMIT = 32 << 20
 """Largest block that malloc can be told to take from its heap."""
 
@@ -46,10 +46,23 @@ def give_back(start: int, size: int) -> bool:
 
     False where the system refuses.
     """
+    return _advise(start, size, MADV_DONTNEED)
+
+
+def populate(start: int, size: int) -> bool:
+    """Have the system provide the whole pages in [start, start + size) at once, with the values that they have.
+
+    It is done anyway at the first write to each page, but that takes half as long again. False where the system has
+    no such call (Linux before 5.14).
+    """
+    return _advise(start, size, MADV_POPULATE_WRITE)
+
+
+def _advise(start: int, size: int, advice: int) -> bool:
     first, last = -(-start // PAGE) * PAGE, (start + size) // PAGE * PAGE
     if last <= first or not sys.platform.startswith("linux"):
         return False
-    return _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_DONTNEED) == 0
+    return _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice) == 0
 
 
 def trim() -> bool:

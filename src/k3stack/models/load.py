@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -12,8 +15,10 @@ from k3stack.config.geometry import ModelGeometry, load_geometry
 from k3stack.errors import UserError
 from k3stack.kernels.memory import keep_freed_memory
 from k3stack.models import dummy
-from k3stack.models.checkpoint import Found, find_tensors
+from k3stack.models.checkpoint import find_tensors
+from k3stack.models.landing import Landed, land
 from k3stack.models.network import Model
+from k3stack.models.prepare import prepare
 from k3stack.models.stream_in import read_ahead, stream_in
 
 log = logging.getLogger(__name__)
@@ -49,20 +54,40 @@ def load_model(
         geometry = source
     else:
         geometry = load_geometry(source)
-    found = None if load_format == "dummy" else find_tensors(Path(source), geometry)  # type: ignore[arg-type]
-    if found is not None:
-        read_ahead(found)
     if torch.device(device).type == "cpu":
         keep_freed_memory()
-    model = Model(geometry, dtype=compute, device=torch.device(device), latent_norm_eps=latent_norm_eps)
-    if found is None:
+    make = partial(Model, geometry, dtype=compute, device=torch.device(device), latent_norm_eps=latent_norm_eps)
+    if load_format == "dummy":
+        model = make()
         dummy.fill(model, seed)
     else:
-        if found.skipped:
-            log.info("skipped %d tensors (%.2f GB) of the vision part", found.skipped, found.skipped_bytes / 1e9)
-        _read(model, found, threads, progress)
+        model = _load(Path(source), geometry, make, threads, progress)  # type: ignore[arg-type]
     model.finish()
     return model
+
+
+def _load(folder: Path, geometry: ModelGeometry, make: Callable[[], Model], threads: int, progress: bool) -> Model:
+    found = find_tensors(folder, geometry)
+    read_ahead(found)
+    if found.skipped:
+        log.info("skipped %d tensors (%.2f GB) of the vision part", found.skipped, found.skipped_bytes / 1e9)
+    with one_thread():
+        # Layouts are tried with a few rows, for which other threads would cost more than they do.
+        model = make()
+        landed = land(model, found)
+    read_and_prepare(landed, threads=threads, progress=progress)
+    return model
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch computes in the calling thread alone."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -73,20 +98,41 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return found
 
 
-def _read(model: Model, found: Found, threads: int, progress: bool) -> None:
-    if not progress:
-        stream_in(model, found, threads=threads)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+def read_and_prepare(landed: Landed, *, threads: int, progress: bool) -> None:
+    """Fill the weights; each of the two has a bar."""
+    with Bar("reading weights", landed.stored, progress) as bar:
+        stream_in(landed, threads=threads, on_bytes=bar.advance)
+    todo = landed.unfinished
+    with Bar("preparing weights", sum(x.memory.numel() for x in todo), progress and bool(todo)) as bar:
+        prepare(todo, threads=threads, on_bytes=bar.advance)
 
-    columns = (
-        TextColumn("reading weights"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=found.nbytes)
-        stream_in(model, found, threads=threads, on_bytes=lambda n: bar.advance(task, n))
+
+class Bar:
+    """A bar of bytes and their rate on standard error, if ``shown``."""
+
+    def __init__(self, what: str, total: int, shown: bool) -> None:
+        self.what, self.total, self.shown = what, total, shown
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Bar:
+        if not self.shown:
+            return self
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import TransferSpeedColumn as Speed
+
+        columns = (TextColumn(self.what), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True))
+        self._task = self._bar.add_task("", total=self.total)
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, count: int) -> None:
+        """From any thread."""
+        if self._bar is not None:
+            self._bar.advance(self._task, count)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from k3stack.config.geometry import ModelGeometry
 from k3stack.config.tensors import TensorSpec
 from k3stack.errors import BugError
+from k3stack.kernels.linear.cpu import Packed
 from k3stack.kernels.precision import wide_dtype
 from k3stack.kernels.select import Kernels, select_kernels
 from k3stack.models.batch import ForwardBatch
@@ -92,8 +93,13 @@ class Model(Part):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights as they lie in memory."""
+        """Bytes of all weights as they lie in memory, without ``filling_bytes``."""
         return sum(w.nbytes for w in self.all_weights())
+
+    @property
+    def filling_bytes(self) -> int:
+        """Bytes beside the weights' own, for which their layouts fill rows up to whole blocks."""
+        return sum(w.filling for w in self.all_weights() if isinstance(w, Packed))
 
     def slots(self) -> dict[str, Slot]:
         own = {"embed": Slot(self.embed), "norm": Slot(self.norm), "lm_head": Slot(self.lm_head)}

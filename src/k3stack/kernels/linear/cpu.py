@@ -21,6 +21,7 @@ SMALL = 1 << 15
 
 ONE_IMAGE = 32
 IMAGE = 16
+IMAGE_DIMS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +34,12 @@ class Packed:
     dtype: torch.dtype
     owner: Tensor | None = None
     """The buffer that ``data`` is part of."""
+    filling: int = 0
+    """Bytes of the layout's own, where they are known: rows are filled up to whole blocks."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values (the layout's own filling, a few percent at most, is not known)."""
+        """Bytes of the values, without ``filling``."""
         return self.shape[0] * self.shape[1] * self.dtype.itemsize
 
 
@@ -71,7 +74,7 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     """x [T, in] -> [T, out] in x's dtype; see ``reference.linear``."""
     if isinstance(weight, Tensor):
         return F.linear(x, weight)
-    if weight.owner is not None:
+    if weight.data.dim() == IMAGE_DIMS:
         return convolve(x, weight.data, 1)
     rows = x.shape[0]
     if rows < ROWS:

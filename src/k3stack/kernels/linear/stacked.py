@@ -17,18 +17,18 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor
 
+from k3stack.kernels.linear.blocked import Blocked, at_count, block_rows, describe, home, library, tensor_at, values
 from k3stack.kernels.linear.cpu import IMAGE, ONE_IMAGE, Packed, Weight, convolve, pack, packs
 
 SINGLE_ROWS = (4, 8, 16, 32, 64, 1024)
 """Rows of one expert's product that are tried in advance; from the first on with which the layout stays."""
 GROUP_ROWS = (2, 4, 8, 16, 32)
-FEW_EXPERTS = 4
+FEW_EXPERTS = 2
 MOST_BYTES = 256 << 20
 """Larger stacks are packed one by one: their experts are so large that a call costs little."""
 
@@ -79,6 +79,17 @@ class Stacker:
         size = self._layout.single_bytes if self._layout is not None else 0
         self._owner = torch.empty(self._count * size, dtype=torch.uint8)
 
+    def home(self, expert: int) -> tuple[Blocked, Tensor] | None:
+        """Layout and memory (uint8) of one expert's weight, for who packs it block by block; None: only ``pack``
+        can."""
+        if self._layout is None:
+            return home(*self._shape, self._dtype)
+        if self._layout.rows is None:
+            return None
+        size = self._layout.single_bytes
+        blocked = Blocked(self._shape, self._dtype, (*self._shape, 1, 1), self._layout.rows, self._layout.single)
+        return blocked, self._owner[expert * size : (expert + 1) * size]
+
     def pack(self, expert: int, weight: Tensor) -> Weight:
         """The weight as the products are fastest with it; the argument may be dropped or used again afterwards."""
         if self._layout is None:
@@ -87,8 +98,9 @@ class Stacker:
         place = self._owner.data_ptr() + expert * size
         packed = _pack(weight, 1, SINGLE_ROWS[-1])
         ctypes.memmove(place, torch.ops.mkldnn.data_ptr(packed), size)
-        data = _at(place, (*self._shape, 1, 1), self._dtype, self._layout.single)
-        return Packed(data, self._shape, self._dtype, self._owner)
+        data = tensor_at(place, (*self._shape, 1, 1), self._dtype, self._layout.single)
+        filling = size - weight.shape[0] * weight.shape[1] * weight.dtype.itemsize
+        return Packed(data, self._shape, self._dtype, self._owner, filling)
 
     def finish(self, parts: Sequence[Weight]) -> Sequence[Weight]:
         """All of them, as ``pack`` returned them."""
@@ -96,7 +108,7 @@ class Stacker:
         if self._layout is None or len(packed) < self._count:
             return list(parts)
         shape = (self._count * self._shape[0], self._shape[1], 1, 1)
-        whole = _at(self._owner.data_ptr(), shape, self._dtype, self._layout.group)
+        whole = tensor_at(self._owner.data_ptr(), shape, self._dtype, self._layout.group)
         return Stack(packed, whole, self._layout.least_rows)
 
 
@@ -112,35 +124,39 @@ class _Layout:
     group: Tensor
     single_bytes: int
     least_rows: int
+    rows: int | None
+    """Of a block, where experts can be packed block by block."""
 
 
 @cache
 def _layout(count: int, out: int, width: int, dtype: torch.dtype) -> _Layout | None:
     """How oneDNN lays such weights out; None where groups and single experts are not the same bytes, where the layout
     depends on the number of rows, or where parts cannot be made."""
-    if _library() is None or count * out * width * dtype.itemsize > MOST_BYTES:
+    if library() is None or count * out * width * dtype.itemsize > MOST_BYTES:
         return None
-    # That the number of rows does not matter is tried with few experts: all of them are many megabytes.
+    # Tried with few experts: all of them are many megabytes.
     few = min(count, FEW_EXPERTS)
-    values = torch.arange(few * out * width, dtype=torch.int32).view(few * out, width).to(dtype)
-    groups = [_pack(values, few, rows) for rows in GROUP_ROWS]
-    singles = [_pack(values[:out], 1, rows) for rows in SINGLE_ROWS]
-    describe, size = torch.ops.mkldnn._get_mkldnn_serialized_md, torch.ops.mkldnn._nbytes
+    sample = values((few + 1) * out, width, dtype)
+    groups = [_pack(sample[: few * out], few, rows) for rows in GROUP_ROWS]
+    singles = [_pack(sample[:out], 1, rows) for rows in SINGLE_ROWS]
+    size = torch.ops.mkldnn._nbytes
     single = describe(singles[-1])
     same = [torch.equal(describe(s), single) for s in singles]
     if not all(torch.equal(describe(g), describe(groups[0])) for g in groups):
         return None
-    tail = _pack(values[-out:], 1, SINGLE_ROWS[-1])
+    last = sample[(few - 1) * out : few * out]
+    tail = _pack(last, 1, SINGLE_ROWS[-1])
     start = torch.ops.mkldnn.data_ptr(groups[0]) + (few - 1) * size(tail)
     if ctypes.string_at(start, size(tail)) != ctypes.string_at(torch.ops.mkldnn.data_ptr(tail), size(tail)):
         return None
-    whole = _pack(torch.empty(count * out, width, dtype=dtype), count, GROUP_ROWS[0])
-    if size(groups[0]) != few * size(tail) or size(whole) != count * size(tail):
+    more = _pack(sample, few + 1, GROUP_ROWS[0])
+    group = at_count(describe(groups[0]), describe(more), few, count)
+    if group is None or size(groups[0]) != few * size(tail) or size(more) != (few + 1) * size(tail):
         return None
     least = len(same)
     while least and same[least - 1]:
         least -= 1
-    return _Layout(single, describe(whole), size(tail), SINGLE_ROWS[least])
+    return _Layout(single, group, size(tail), SINGLE_ROWS[least], block_rows(last, tail))
 
 
 def _pack(weight: Tensor, groups: int, rows: int) -> Tensor:
@@ -149,53 +165,3 @@ def _pack(weight: Tensor, groups: int, rows: int) -> Tensor:
     image = weight.contiguous().view(out, width, 1, 1)
     packed: Tensor = torch.ops.mkldnn._reorder_convolution_weight(image, [0, 0], [1, 1], [1, 1], groups, shape)
     return packed
-
-
-@cache
-def _library() -> Any:
-    """torch's C interface for tensors at an address; None where this build does not have all that is needed."""
-    needed = (
-        "_convolution_pointwise",
-        "_reorder_convolution_weight",
-        "_get_mkldnn_serialized_md",
-        "_nbytes",
-        "data_ptr",
-    )
-    if not all(hasattr(torch.ops.mkldnn, name) for name in needed):
-        return None
-    file = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    if not file.exists() or not hasattr(getattr(torch._C, "_aoti", None), "alloc_tensor_by_stealing_from_void_ptr"):
-        return None
-    library = ctypes.CDLL(str(file))
-    names = ("create_tensor_from_blob_v2", "layout__mkldnn", "device_type_cpu", "dtype_float32", "dtype_bfloat16")
-    return library if all(hasattr(library, f"aoti_torch_{name}") for name in names) else None
-
-
-def _at(address: int, shape: tuple[int, ...], dtype: torch.dtype, layout: Tensor) -> Tensor:
-    """A packed tensor over memory that the caller keeps. ``layout`` is serialized as torch's operation gives it."""
-    library = _library()
-    strides = [1]
-    for n in reversed(shape[1:]):
-        strides.insert(0, strides[0] * n)
-    sizes = ctypes.c_int64 * len(shape)
-    handle = ctypes.c_void_p()
-    failed = library.aoti_torch_create_tensor_from_blob_v2(
-        ctypes.c_void_p(address),
-        ctypes.c_int64(len(shape)),
-        sizes(*shape),
-        sizes(*strides),
-        ctypes.c_int64(0),
-        ctypes.c_int32(getattr(library, f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}")()),
-        ctypes.c_int32(library.aoti_torch_device_type_cpu()),
-        ctypes.c_int32(0),
-        ctypes.byref(handle),
-        ctypes.c_int32(library.aoti_torch_layout__mkldnn()),
-        ctypes.c_void_p(layout.data_ptr()),
-        ctypes.c_int64(layout.numel()),
-    )
-    if failed:
-        raise RuntimeError(f"torch made no tensor of {shape} in {dtype} at a given address (status {failed})")
-    capsule = ctypes.pythonapi.PyCapsule_New
-    capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    made: Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule(handle, None, None))
-    return made

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3stack.kernels.linear.blocked import Blocked, home
 from k3stack.kernels.linear.cpu import Packed, Weight, packs
 from k3stack.kernels.linear.stacked import Stack, Stacker
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
@@ -35,6 +36,8 @@ class Place:
     holder: Part | list[Weight]
     key: str | int
     packer: Callable[[Tensor], Weight]
+    home: Callable[[], tuple[Blocked, Tensor] | None]
+    """Layout and memory (uint8) for who packs the weight block by block; None: only ``pack`` can."""
 
     def get(self) -> Weight:
         if isinstance(self.holder, Part):
@@ -75,9 +78,11 @@ class Part:
             value = getattr(self, name, None)
             if isinstance(value, list):
                 stacker = self.stackers[name]
-                yield from (Place(value, e, partial(stacker.pack, e)) for e in range(len(value)))
+                yield from (
+                    Place(value, e, partial(stacker.pack, e), partial(stacker.home, e)) for e in range(len(value))
+                )
             elif value is not None:
-                yield Place(self, name, self.kernels.pack)
+                yield Place(self, name, self.kernels.pack, partial(home, *value.shape, value.dtype))
         for value in vars(self).values():
             for part in value if isinstance(value, list) else [value]:
                 if isinstance(part, Part):
