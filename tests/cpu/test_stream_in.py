@@ -132,7 +132,7 @@ def test_reading_through_a_staging_buffer(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("dtype", PACKED)
-@pytest.mark.parametrize("shape", [(130, 64), (96, 64), (1000, 32), (64, 128)])
+@pytest.mark.parametrize("shape", [(130, 320), (96, 448), (1030, 64), (64, 768)])
 def test_blocks_are_onednns(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     layout = blocked.blocked_linear(*shape, dtype)
     if layout is None:

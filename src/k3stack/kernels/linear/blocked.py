@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3stack.kernels.linear.cpu import Packed, packs
+from k3stack.kernels.linear.cpu import Packed, packs, stays_plain
 
 WORD = 4
 BLOCKS = (64, 48, 32, 16)
@@ -106,8 +106,8 @@ def blocked_linear(out: int, width: int, dtype: torch.dtype) -> Blocked | None:
 
 
 def home(out: int, width: int, dtype: torch.dtype) -> tuple[Blocked, Tensor] | None:
-    """``blocked_linear`` of a weight, and new memory (uint8) for it."""
-    blocked = blocked_linear(out, width, dtype)
+    """``blocked_linear`` of a weight, and new memory (uint8) for it; None also for one that stays plain."""
+    blocked = None if stays_plain(out, width, dtype) else blocked_linear(out, width, dtype)
     return None if blocked is None else (blocked, torch.empty(blocked.nbytes, dtype=torch.uint8))
 
 

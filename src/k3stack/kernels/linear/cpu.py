@@ -55,12 +55,18 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float32
 
 
+def stays_plain(out: int, width: int, dtype: torch.dtype) -> bool:
+    """Whether the product with a packed weight [out, width] would not take less time."""
+    return dtype == torch.float32 and out * width <= SMALL
+
+
 def pack(weight: Tensor) -> Weight:
-    """The weight [out, in] as ``linear`` is fastest with it; the argument may be dropped afterwards."""
+    """The weight [out, in] as ``linear`` is fastest with it; the argument may be dropped afterwards, but for one that
+    stays as it is."""
     if not packs(weight.dtype, weight.device):
         return weight
-    if weight.dtype == torch.float32 and weight.numel() <= SMALL:
-        return weight.clone()  # a copy as of those that are packed: the reader uses the argument's memory again
+    if stays_plain(weight.shape[0], weight.shape[1], weight.dtype):
+        return weight
     data = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
     return Packed(data, (weight.shape[0], weight.shape[1]), weight.dtype)
 

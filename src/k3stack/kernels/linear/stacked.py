@@ -91,7 +91,7 @@ class Stacker:
         return blocked, self._owner[expert * size : (expert + 1) * size]
 
     def pack(self, expert: int, weight: Tensor) -> Weight:
-        """The weight as the products are fastest with it; the argument may be dropped or used again afterwards."""
+        """See ``cpu.pack``."""
         if self._layout is None:
             return pack(weight)
         size = self._layout.single_bytes
