@@ -82,7 +82,7 @@ class Part:
                     Place(value, e, partial(stacker.pack, e), partial(stacker.home, e)) for e in range(len(value))
                 )
             elif value is not None:
-                yield Place(self, name, self.kernels.pack, partial(home, *value.shape, value.dtype))
+                yield Place(self, name, self.kernels.pack, partial(_home, value))
         for value in vars(self).values():
             for part in value if isinstance(value, list) else [value]:
                 if isinstance(part, Part):
@@ -92,6 +92,10 @@ class Part:
         """All weights held, plain and packed, sub-parts included."""
         for value in vars(self).values():
             yield from _weights(value)
+
+
+def _home(weight: Tensor) -> tuple[Blocked, Tensor] | None:
+    return home(weight.shape[0], weight.shape[1], weight.dtype)
 
 
 def _weights(value: Any) -> Iterator[Weight]:
