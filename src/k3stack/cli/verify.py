@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from k3stack.cli.arguments import Parser, print_json, say
 from k3stack.errors import UserError
+
+if TYPE_CHECKING:
+    from k3stack.verify.local import LocalTarget
+    from k3stack.verify.workers import Workers
 
 
 def run(argv: list[str]) -> int:
@@ -23,6 +27,8 @@ def run(argv: list[str]) -> int:
 
     options = {"quick": args.quick, "thresholds": thresholds, "say": say}
     if args.base_url is not None:
+        if args.workers is not None:
+            raise UserError("--workers is for --model-path: a server has its own processes", param="--workers")
         from k3stack.chat import load_tokenizer
         from k3stack.config.geometry import load_geometry
         from k3stack.models.builtin import resolve
@@ -33,15 +39,30 @@ def run(argv: list[str]) -> int:
         remote = RemoteTarget(args.base_url, args.model, _key(args))
         report = verify(remote, tokenizer, dtype=args.dtype, **options)
     else:
-        from k3stack.verify.local import LocalTarget
-
-        with LocalTarget(args.model_path, args.dtype, args.device) as local:
+        with _local(args) as local:
             report = verify(local, local.tokenizer, dtype=args.dtype, **options)
     if args.json:
         print_json(report)
     else:
         _print(report)
     return 0 if report["passed"] else 1
+
+
+def _local(args: Namespace) -> LocalTarget | Workers:
+    """The model in this process or in several, as ``--workers`` says."""
+    from k3stack.verify import workers
+    from k3stack.verify.local import LocalTarget
+
+    count = args.workers
+    if count is None:
+        count = workers.usual_count(args.model_path, args.device, args.quick)
+    if count < 1:
+        raise UserError(f"--workers is {count}; at least 1 is needed", param="--workers")
+    if count == 1:
+        return LocalTarget(args.model_path, args.dtype, args.device)
+    if args.device != "cpu":
+        raise UserError(f"--workers {count} shares a CPU's cores; --device is {args.device}", param="--workers")
+    return workers.Workers(args.model_path, args.dtype, count)
 
 
 def _dataset(args: Namespace) -> int:
@@ -114,6 +135,13 @@ def _parser() -> Parser:
     )
     what.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N, for --model-path")
     how = parser.add_argument_group("how")
+    how.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes that share the questions to --model-path on a CPU (default: the cores this process may use, "
+        "at most 8, with --quick 2; one with all cores for a model larger than 1 GiB)",
+    )
     how.add_argument("--quick", action="store_true", help="two minutes instead of twenty: fewer questions")
     how.add_argument(
         "--threshold", action="append", default=[], metavar="NAME=NUMBER", help="another threshold; may be given again"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -136,8 +136,13 @@ class LLM:
                 raise UserError(f"{len(params)} sampling parameters for {len(ids)} prompts", param="sampling")
         for own in params:
             own.validate()
-        run = _Run(self, ids, params)
-        return run.to_end(progress)
+        found = _with_bar(self, ids, params) if progress else _all(self, ids, params)
+        done = dict(found)
+        return [done[i] for i in range(len(ids))]
+
+    def rolling(self) -> Rolling:
+        """Requests that come and go, where the next depend on what came of others."""
+        return Rolling(self)
 
     def stats(self) -> dict[str, Any]:
         """The arena's occupancy by kind (``blocks_free``, ``blocks_running``, ``blocks_snapshot``, ``pages_running``,
@@ -181,63 +186,54 @@ class LLM:
             raise UserError(f"token id {bad[0]} is outside of the vocabulary of {vocab:,}", param="ids")
 
 
-class _Run:
-    """One call of ``generate``."""
+class Rolling:
+    """Requests of an ``LLM`` that come and go: ``submit`` at any time, ``turn`` until all have ended. What is still
+    open at the end of a ``with`` block is aborted."""
 
-    def __init__(self, llm: LLM, ids: list[list[int]], params: list[SamplingParams]) -> None:
+    def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._core = llm._core
-        self._params = params
-        self._results = [Generation(p, [Choice() for _ in range(s.n)]) for p, s in zip(ids, params, strict=True)]
-        self._index: dict[str, int] = {}
-        self._left: dict[str, int] = {}
-        self._next = 0
+        self._open: dict[str, _Open] = {}
+        self._count = 0
 
-    def to_end(self, progress: bool) -> list[Generation]:
-        try:
-            if progress:
-                self._turn_with_bar()
-            else:
-                while self._turn():
-                    pass
-        except BaseException:
-            for rid in list(self._left):
-                self._core.abort(rid)
+    def __enter__(self) -> Rolling:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for rid in list(self._open):
+            self._core.abort(rid)
+        if self._open:
             self._core.take_outputs()
-            raise
-        return self._results
+            self._open = {}
 
-    def _turn(self) -> int:
-        """One turn of the engine; the number of requests that have not ended."""
-        self._submit_more()
+    @property
+    def choices(self) -> int:
+        """Sequences that have not ended: a request's ``n`` until all of them have."""
+        return sum(entry.left for entry in self._open.values())
+
+    def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> int:
+        """Take a request in. Returns its number, counted from 0. One that cannot run ends as 'rejected'."""
+        rid, number = self._llm.next_rid(), self._count
+        result = Generation(list(prompt_ids), [Choice() for _ in range(sampling.n)])
+        self._open[rid] = _Open(number, result, sampling.n)
+        self._count += 1
+        self._core.submit(msg.Submit(rid=rid, prompt_ids=tuple(result.prompt_ids), sampling=sampling))
+        return number
+
+    def turn(self) -> list[tuple[int, Generation]]:
+        """One turn of the engine; the requests that have ended, with their numbers."""
         self._core.turn()
+        ended = []
         for output in self._core.take_outputs():
-            self._take(output)
-        return len(self._left) + len(self._results) - self._next
+            entry = self._open[output.rid]
+            self._take(entry, output)
+            if not entry.left:
+                del self._open[output.rid]
+                ended.append((entry.number, entry.result))
+        return ended
 
-    def _turn_with_bar(self) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        with Progress(console=Console(stderr=True)) as bar:
-            task = bar.add_task("generating", total=len(self._results))
-            while left := self._turn():
-                bar.update(task, completed=len(self._results) - left)
-            bar.update(task, completed=len(self._results))
-
-    def _submit_more(self) -> None:
-        """Keep the queue filled without ever overflowing it."""
-        room = self._llm.options.max_queued_requests or 1
-        while self._next < len(self._results) and sum(self._left.values()) < room:
-            rid = self._llm.next_rid()
-            params = self._params[self._next]
-            self._index[rid], self._left[rid] = self._next, params.n
-            prompt = tuple(self._results[self._next].prompt_ids)
-            self._core.submit(msg.Submit(rid=rid, prompt_ids=prompt, sampling=params))
-            self._next += 1
-
-    def _take(self, output: msg.Output) -> None:
-        result = self._results[self._index[output.rid]]
+    def _take(self, entry: _Open, output: msg.Output) -> None:
+        result = entry.result
         choice = result.choices[output.choice]
         choice.token_ids += output.token_ids
         choice.logprobs += output.logprobs
@@ -253,6 +249,36 @@ class _Run:
         if tokenizer is not None:
             detokenizer = Detokenizer(tokenizer, show_control=False)
             choice.text = detokenizer.feed(choice.token_ids) + (output.tail or detokenizer.finish())
-        self._left[output.rid] -= 1
-        if not self._left[output.rid]:
-            del self._left[output.rid]
+        entry.left -= 1
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that has not ended. ``left``: its choices that have not."""
+
+    number: int
+    result: Generation
+    left: int
+
+
+def _all(llm: LLM, ids: list[list[int]], params: list[SamplingParams]) -> Iterator[tuple[int, Generation]]:
+    """Every prompt's generation, as they end; the queue is kept filled without ever overflowing it."""
+    room = llm.options.max_queued_requests or 1
+    at = 0
+    with llm.rolling() as run:
+        while at < len(ids) or run.choices:
+            while at < len(ids) and run.choices < room:
+                run.submit(ids[at], params[at])
+                at += 1
+            yield from run.turn()
+
+
+def _with_bar(llm: LLM, ids: list[list[int]], params: list[SamplingParams]) -> Iterator[tuple[int, Generation]]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("generating", total=len(ids))
+        for found in _all(llm, ids, params):
+            bar.advance(task)
+            yield found

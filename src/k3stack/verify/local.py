@@ -10,15 +10,16 @@ from k3stack.chat import encode, parse_ids, render
 from k3stack.config.sampling import SamplingParams
 from k3stack.errors import UserError
 from k3stack.scheduler.plan import TokenLogprobs
+from k3stack.verify.order import Order, places
 from k3stack.verify.questions import Question
-from k3stack.verify.target import Answer, CannotScoreError, Progress, Scoring
+from k3stack.verify.target import AT_ONCE, Answer, CannotScoreError, Progress, Scoring
 
 if TYPE_CHECKING:
-    from k3stack.engine.llm import LLM
+    from k3stack.engine.llm import LLM, Generation
 
 MAX_TOKENS = 400
-WAVE = 256
-"""Questions handed over at once; the engine runs 64 of them together."""
+REFILL = 8
+"""Requests that have to end before new ones join a full batch: prompts that are computed together cost less."""
 
 
 class LocalTarget:
@@ -27,7 +28,7 @@ class LocalTarget:
     def __init__(self, model_path: str, dtype: str, device: str, **options: Any) -> None:
         from k3stack.engine.llm import LLM
 
-        options = {"arena_gib": 1.0, "max_running_requests": 64, **options}
+        options = {"arena_gib": 1.0, "max_running_requests": AT_ONCE, **options}
         self.llm: LLM = LLM(model_path, dtype=dtype, device=device, **options)
         if self.llm.tokenizer is None:
             raise UserError(f"{model_path} has no tokenizer; verify asks in words", param="--model-path")
@@ -50,19 +51,27 @@ class LocalTarget:
         return encode(segments, self.tokenizer)
 
     def ask(self, questions: Sequence[Question], tell: Progress) -> list[Answer]:
-        answers: list[Answer] = []
+        answers: dict[int, Answer] = {}
+        order = Order(places(questions), AT_ONCE)
         sampling = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-        for start in range(0, len(questions), WAVE):
-            wave = questions[start : start + WAVE]
-            done = self.llm.generate([self.prompt(q) for q in wave], sampling)
-            for question, generation in zip(wave, done, strict=True):
-                parsed = parse_ids(generation.token_ids, self.tokenizer, question.thinking)
-                calls = tuple((c.name, c.arguments) for c in parsed.tool_calls)
-                failed = None if generation.finish_reason in ("stop", "length") else generation.message or "failed"
-                cut = generation.finish_reason == "length"
-                answers.append(Answer(parsed.content, calls, cut, failed, generation.cached_tokens))
-            tell(len(wave))
-        return answers
+        asked: dict[int, int] = {}
+        with self.llm.rolling() as run:
+            while order.left:
+                if run.choices <= AT_ONCE - REFILL:
+                    while run.choices < AT_ONCE and (i := order.take()) is not None:
+                        asked[run.submit(self.prompt(questions[i]), sampling)] = i
+                for number, generation in run.turn():
+                    i = asked.pop(number)
+                    answers[i] = self._answer(questions[i], generation)
+                    order.done(i)
+                    tell(1)
+        return [answers[i] for i in range(len(questions))]
+
+    def _answer(self, question: Question, generation: Generation) -> Answer:
+        parsed = parse_ids(generation.token_ids, self.tokenizer, question.thinking)
+        calls = tuple((c.name, c.arguments) for c in parsed.tool_calls)
+        failed = None if generation.finish_reason in ("stop", "length") else generation.message or "failed"
+        return Answer(parsed.content, calls, generation.finish_reason == "length", failed, generation.cached_tokens)
 
     def score(self, work: Sequence[Scoring], top: int) -> list[list[TokenLogprobs]]:
         heads = [list(w.ids[: w.first]) for w in work if w.first]

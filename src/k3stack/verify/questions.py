@@ -36,6 +36,7 @@ class Question:
     expected: Expected
     group: int
     turn: int = 0
+    """Asked when all questions of the group with a smaller turn have been answered."""
 
 
 @dataclass
@@ -99,7 +100,9 @@ def long_lookups(
 
 def _lookup(talker: Talker, text: str, fact: Fact, mode: str, group: int, number: int) -> Question:
     (question,) = questions_of(talker.ask_about(text, [fact], mode), group)
-    return replace(question, turn=number)
+    # The first computes the document. The second meets it in the cache, which shows where the prompts part: a snapshot
+    # is kept there, and the others, all at once, compute little but their question.
+    return replace(question, turn=min(number, 2))
 
 
 def build(sizes: tuple[int, int, int], tokenizer: Tokenizer) -> QuestionSet:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 
 from k3stack.errors import UserError
 from k3stack.scheduler.plan import TokenLogprobs
+from k3stack.verify.order import Order, places
 from k3stack.verify.questions import Question
-from k3stack.verify.target import Answer, CannotScoreError, Progress, Scoring
+from k3stack.verify.target import AT_ONCE, Answer, CannotScoreError, Progress, Scoring
 
-AT_ONCE = 64
 MAX_TOKENS = 400
 TIMEOUT_S = 600.0
 
@@ -33,40 +33,37 @@ class RemoteTarget:
         self.name = f"{self.model} at {self.base}"
 
     def ask(self, questions: Sequence[Question], tell: Progress) -> list[Answer]:
-        return self._gather([_body(q, self.model, self.max_tokens) for q in questions], tell)
+        bodies = [_body(q, self.model, self.max_tokens) for q in questions]
+        return asyncio.run(self._gather(bodies, Order(places(questions), AT_ONCE), tell))
 
     def ask_plain(self, texts: Sequence[str], tell: Progress) -> list[Answer]:
         """One user message each, everything else as the server has it by default, greedy."""
         head: dict[str, Any] = {"model": self.model, "temperature": 0, "max_tokens": self.max_tokens}
-        return self._gather([{**head, "messages": [{"role": "user", "content": t}]} for t in texts], tell)
+        bodies = [{**head, "messages": [{"role": "user", "content": t}]} for t in texts]
+        return asyncio.run(self._gather(bodies, Order([(i, 0) for i in range(len(bodies))], AT_ONCE), tell))
 
-    def _gather(self, bodies: list[dict[str, Any]], tell: Progress) -> list[Answer]:
-        async def one(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
-            try:
-                response = await client.post(f"{self.base}/v1/chat/completions", json=body)
-            except httpx.HTTPError as e:
-                return Answer("", (), failure=f"{type(e).__name__}: {e}")
-            return _answer(response)
-
-        return asyncio.run(self._limited(bodies, one, tell))
-
-    async def _limited(
-        self,
-        bodies: list[dict[str, Any]],
-        one: Callable[[httpx.AsyncClient, dict[str, Any]], Awaitable[Answer]],
-        tell: Progress,
-    ) -> list[Answer]:
-        gate = asyncio.Semaphore(AT_ONCE)
+    async def _gather(self, bodies: list[dict[str, Any]], order: Order, tell: Progress) -> list[Answer]:
+        answers: dict[int, Answer] = {}
+        open_: dict[asyncio.Task[Answer], int] = {}
         limits = httpx.Limits(max_connections=AT_ONCE)
         async with httpx.AsyncClient(headers=self.headers, timeout=TIMEOUT_S, limits=limits) as client:
+            while order.left:
+                while len(open_) < AT_ONCE and (i := order.take()) is not None:
+                    open_[asyncio.create_task(self._chat(client, bodies[i]))] = i
+                ended, _ = await asyncio.wait(open_, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    i = open_.pop(task)
+                    answers[i] = task.result()
+                    order.done(i)
+                tell(len(ended))
+        return [answers[i] for i in range(len(bodies))]
 
-            async def held(body: dict[str, Any]) -> Answer:
-                async with gate:
-                    answer = await one(client, body)
-                tell(1)
-                return answer
-
-            return list(await asyncio.gather(*(held(body) for body in bodies)))
+    async def _chat(self, client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
+        try:
+            response = await client.post(f"{self.base}/v1/chat/completions", json=body)
+        except httpx.HTTPError as e:
+            return Answer("", (), failure=f"{type(e).__name__}: {e}")
+        return _answer(response)
 
     def score(self, work: Sequence[Scoring], top: int) -> list[list[TokenLogprobs]]:
         found = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -41,38 +40,6 @@ class Score:
     seconds: float
     cached_share: float
     """Prompt tokens that were reused, of those the answers report; 0 where a server does not report them."""
-
-
-def ask(target: Target, questions: Sequence[q.Question], tell: Callable[[int], None]) -> list[Answer]:
-    """Answers in the order of ``questions``: first the first turn of every group, then the second, and so on.
-
-    In this order a later turn finds the earlier one's prefix computed, and only the first question about a document
-    computes the document.
-    """
-    answers: dict[int, Answer] = {}
-    waves: dict[int, list[int]] = defaultdict(list)
-    for i, question in enumerate(questions):
-        waves[question.turn].append(i)
-    for turn in sorted(waves):
-        for i, answer in zip(waves[turn], target.ask([questions[i] for i in waves[turn]], tell), strict=True):
-            answers[i] = answer
-    return [answers[i] for i in range(len(questions))]
-
-
-def ask_by_document(target: Target, questions: Sequence[q.Question], tell: Callable[[int], None]) -> list[Answer]:
-    """One document after the other: two questions alone, then the others together.
-
-    The first computes the document. The second meets it in the cache, which shows where the prompts part: a snapshot is
-    kept there, and the others compute little but their question.
-    """
-    answers: list[Answer] = []
-    groups: dict[int, list[q.Question]] = defaultdict(list)
-    for question in questions:
-        groups[question.group].append(question)
-    for group in groups.values():
-        for part in (group[:1], group[1:2], group[2:]):
-            answers += target.ask(part, tell)
-    return answers
 
 
 def score(
@@ -114,13 +81,13 @@ def verify(
     report |= _agreement(target, quick, say)
     built = q.build(QUICK if quick else sizes, tokenizer)
     plan = (
-        ("tool_calls", built.tool_calls, ask, False, False),
-        ("long_lookups", built.long_lookups, ask_by_document, False, True),
-        ("conversations", built.conversations, ask, True, False),
+        ("tool_calls", built.tool_calls, False, False),
+        ("long_lookups", built.long_lookups, False, True),
+        ("conversations", built.conversations, True, False),
     )
-    for name, questions, way, whole, clusters in plan:
+    for name, questions, whole, clusters in plan:
         began = time.monotonic()
-        answers = way(target, questions, _progress(say, name, len(questions)))
+        answers = target.ask(questions, _progress(say, name, len(questions)))
         found = score(questions, answers, time.monotonic() - began, whole=whole, clusters=clusters)
         report[name] = asdict(found)
         say(f"{name}: {found.score:.4f} of {found.n:,}, 95 % interval {found.ci[0]:.4f} to {found.ci[1]:.4f}")

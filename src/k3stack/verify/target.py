@@ -10,6 +10,8 @@ from k3stack.scheduler.plan import TokenLogprobs
 from k3stack.verify.questions import Question
 
 Progress = Callable[[int], None]
+AT_ONCE = 64
+"""Questions that are open at the same time."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,15 @@ class CannotScoreError(Exception):
 
 
 class Target(Protocol):
-    """``ask`` keeps up to 64 requests open at once; ``tell`` is called with the number of new answers."""
+    """Answers and scores."""
 
     @property
     def name(self) -> str: ...
 
-    def ask(self, questions: Sequence[Question], tell: Progress) -> list[Answer]: ...
+    def ask(self, questions: Sequence[Question], tell: Progress) -> list[Answer]:
+        """Answers in the order of ``questions``, asked in that of ``order.Order``, up to ``AT_ONCE`` open at once;
+        ``tell`` is called with the number of new answers."""
+        ...
 
     def score(self, work: Sequence[Scoring], top: int) -> list[list[TokenLogprobs]]:
         """For each piece of work one entry a token of ``ids[start:]``. Raises CannotScoreError."""

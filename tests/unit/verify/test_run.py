@@ -24,28 +24,12 @@ class Oracle:
 
     name = "oracle"
 
-    def __init__(self) -> None:
-        self.asked: list[list[q.Question]] = []
-
     def ask(self, questions: Sequence[q.Question], tell: Progress) -> list[Answer]:
-        self.asked.append(list(questions))
         tell(len(questions))
         return [Answer(question.expected.content, question.expected.calls) for question in questions]
 
     def score(self, work: Sequence[Scoring], top: int) -> list[list[TokenLogprobs]]:
         raise CannotScoreError("an oracle has no probabilities")
-
-
-def test_waves_follow_turns_and_documents_are_primed() -> None:
-    oracle = Oracle()
-    talks = q.conversations(3)
-    answers = run.ask(oracle, talks, lambda n: None)
-    assert [a.content for a in answers] == [t.expected.content for t in talks]
-    assert [{t.turn for t in wave} for wave in oracle.asked] == [{i} for i in range(len(oracle.asked))]
-    oracle = Oracle()
-    documents = [dataclasses.replace(t, group=i // 4) for i, t in enumerate(talks[:8])]
-    run.ask_by_document(oracle, documents, lambda n: None)
-    assert [len(wave) for wave in oracle.asked] == [1, 1, 2, 1, 1, 2]
 
 
 def test_a_conversation_counts_when_every_turn_is_right() -> None:
@@ -77,7 +61,6 @@ def test_divergence_of_equal_and_of_shifted_outputs() -> None:
 
     class Fixed(Oracle):
         def __init__(self, values: np.ndarray) -> None:
-            super().__init__()
             self.values = values
 
         def score(self, work: Sequence[Scoring], top: int) -> list[list[TokenLogprobs]]:
