@@ -11,7 +11,9 @@ A history's first pass takes 6 s and cannot meet a first token within 2 s: share
 - split: the published split at ratio 1.1 (state : cache), five slots reserved a request, the same scheduler;
 - sglang: that split under behaviour ``sglang`` (its admission, chunks and eviction by least recent use).
 
-    python benchmarks/arena_split.py [--traffic long,mixed] [--duration 240] [--png docs/arena-split.png]
+    python benchmarks/arena_split.py [--traffic long,mixed] [--duration 240] [--runs FILE] [--png docs/arena-split.png]
+
+Searches are kept in ``--runs``, and one that is there already is not made again.
 """
 
 from __future__ import annotations
@@ -70,6 +72,8 @@ def mixed(rate: float, duration: float, seed: int) -> Workload:
 
 TRAFFIC: dict[str, tuple[Callable[[float, float, int], Workload], float]] = {"long": (long, 0.6), "mixed": (mixed, 3.0)}
 """Traffic, and the rate that a search starts from."""
+GRID = {"long": (0.4, 0.6, 0.7, 0.8, 1.0), "mixed": (1.0, 1.5, 2.0, 2.5, 3.0, 3.5)}
+"""Rates that every kind of memory is run at besides its search, so that the curves of a figure reach as far."""
 
 
 def memories(folder: Path) -> dict[str, tuple[Scenario, SimSettings]]:
@@ -105,7 +109,20 @@ def one(scenario: Scenario, workload: Workload, settings: SimSettings, rate: flo
     )
 
 
-def search(name: str, scenario: Scenario, settings: SimSettings, args: argparse.Namespace) -> dict[str, Any]:
+@dataclass
+class Search:
+    """One kind of memory under one kind of traffic: the sustained rate and the runs that led to it."""
+
+    rate: float
+    points: list[Point]
+    runs: list[Run]
+
+
+Results = dict[str, dict[str, Search]]
+"""By traffic and memory."""
+
+
+def search(name: str, scenario: Scenario, settings: SimSettings, args: argparse.Namespace) -> Search:
     traffic, start = TRAFFIC[name]
     runs: list[Run] = []
 
@@ -115,9 +132,20 @@ def search(name: str, scenario: Scenario, settings: SimSettings, args: argparse.
         return made.good, made.counted
 
     found = find_sustained(
-        measure, start=start, resolution=args.resolution, min_repeats=1, max_repeats=args.repeats, max_rate=64.0
+        measure,
+        start=start,
+        resolution=args.resolution,
+        min_repeats=args.repeats,
+        max_repeats=args.repeats,
+        max_rate=64.0,
     )
-    return {"rate": found.rate, "points": found.points, "runs": runs}
+    points = {p.rate: p for p in found.points}
+    for rate in GRID[name]:
+        if rate not in points:
+            seen = [measure(rate, repeat) for repeat in range(args.repeats)]
+            good, counted = (sum(column) for column in zip(*seen, strict=True))
+            points[rate] = Point(rate=rate, shares=[g / n for g, n in seen], good=good, total=counted)
+    return Search(found.rate, [points[rate] for rate in sorted(points)], runs)
 
 
 def main() -> None:
@@ -125,32 +153,33 @@ def main() -> None:
     parser.add_argument("--traffic", default="long,mixed")
     parser.add_argument("--memories", default="arena,split,sglang")
     parser.add_argument("--duration", type=float, default=240.0)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3, help="runs a rate")
     parser.add_argument("--resolution", type=float, default=0.06)
-    parser.add_argument("--json", help="write every run here")
+    parser.add_argument("--runs", type=Path, help="searches are kept here, and those found here are not made")
     parser.add_argument("--png")
     args = parser.parse_args()
-    results: dict[str, dict[str, dict[str, Any]]] = {}
+    kept = args.runs is not None and args.runs.exists()
+    results = msgspec.json.decode(args.runs.read_bytes(), type=Results) if kept else {}
     print("| traffic | memory | sustained/s | cached | at 1.3 of that | first token p99, s | most running |")
     print("|---" * 7 + "|")
     with tempfile.TemporaryDirectory() as folder:
         chosen = memories(Path(folder))
         for traffic in args.traffic.split(","):
             for memory in args.memories.split(","):
-                scenario, settings = chosen[memory]
-                result = search(traffic, scenario, settings, args)
-                results.setdefault(traffic, {})[memory] = result
-                print_row(traffic, memory, result)
-                if args.json:
-                    Path(args.json).write_bytes(msgspec.json.encode(results))
+                found = results.setdefault(traffic, {})
+                if memory not in found:
+                    found[memory] = search(traffic, *chosen[memory], args)
+                    if args.runs:
+                        args.runs.write_bytes(msgspec.json.encode(results))
+                print_row(traffic, memory, found[memory])
     if args.png:
         pictures.save_png(draw(results), args.png)
 
 
-def print_row(traffic: str, memory: str, result: dict[str, Any]) -> None:
-    best = result["rate"]
-    at = [r for r in result["runs"] if r.rate == best] or result["runs"][:1]
-    above = [r for r in result["runs"] if 1.1 * best < r.rate < 1.7 * best]
+def print_row(traffic: str, memory: str, result: Search) -> None:
+    best = result.rate
+    at = [r for r in result.runs if r.rate == best] or result.runs[:1]
+    above = [r for r in result.runs if 1.1 * best < r.rate < 1.7 * best]
     more = f"{100 * sum(r.hit_rate for r in above) / len(above):.0f} %" if above else "-"
     print(
         f"| {traffic} | {memory} | {best:.2f} | {100 * sum(r.hit_rate for r in at) / len(at):.1f} % | {more} | "
@@ -159,13 +188,11 @@ def print_row(traffic: str, memory: str, result: dict[str, Any]) -> None:
     )
 
 
-def draw(results: dict[str, dict[str, dict[str, Any]]]) -> Any:
+def draw(results: Results) -> Any:
     """Two panels a kind of traffic: share within the target, and share of prompt tokens found cached, by rate."""
     target = SimSettings().target
-    shares = {f"{name}: within target": {m: r["points"] for m, r in found.items()} for name, found in results.items()}
-    hits = {
-        f"{name}: found cached": {m: cached(r["runs"]) for m, r in found.items()} for name, found in results.items()
-    }
+    shares = {f"{name}: within target": {m: r.points for m, r in found.items()} for name, found in results.items()}
+    hits = {f"{name}: found cached": {m: cached(r.runs) for m, r in found.items()} for name, found in results.items()}
     panels = {title: curves for pair in zip(shares.items(), hits.items(), strict=True) for title, curves in pair}
     return pictures.share_panels(panels, target, label="%")
 

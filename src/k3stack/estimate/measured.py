@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from k3stack.estimate.work import StepLoad
 Matrix = npt.NDArray[np.float64]
 LEAST_STEPS = 20
 """Steps of a kind without which nothing can be said about it."""
-OUTLIERS = 0.01
-"""Share of the slowest steps of each kind that are left out: another program had the processor."""
+OUTLIER = 3.0
+"""A step that took so many times the median of its size is left out: another program had the processor."""
 
 
 class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -141,14 +141,16 @@ def fit_steps(steps: Iterable[tuple[StepLoad, float]], source: str = "") -> Meas
     Decode steps give ``decode``, ``row``, ``context`` and ``knots``; steps with prompt tokens the rest.
     """
     kept = list(steps)
-    decode = _trimmed([s for s in kept if s[0].decode_rows and not s[0].chunk_tokens])
-    chunk = _trimmed([s for s in kept if s[0].chunk_tokens])
+    decode = [s for s in kept if s[0].decode_rows and not s[0].chunk_tokens]
+    chunk = [s for s in kept if s[0].chunk_tokens]
     if len(decode) < LEAST_STEPS or len(chunk) < LEAST_STEPS:
         raise UserError(
             f"the step log has {len(decode)} decode steps and {len(chunk)} with prompt tokens; at least {LEAST_STEPS} "
             "of each are needed",
             param="fit-steps",
         )
+    decode = _trimmed(decode, lambda x: x.decode_rows)
+    chunk = _trimmed(chunk, lambda x: x.chunk_tokens.bit_length())
     context, knots = _knots(decode)
     rests = [t - context * x.decode_context for x, t in decode]
     a = [*_line([[1, x.decode_rows] for x, _ in decode], rests), context]
@@ -182,12 +184,29 @@ def _knots(decode: Sequence[tuple[StepLoad, float]]) -> tuple[float, tuple[tuple
     kept = [(x, t) for x, t in decode if counts[x.decode_rows] >= LEAST_STEPS]
     columns = [[*(float(x.decode_rows == rows) for rows in often), x.decode_context] for x, _ in kept]
     *seconds, context = _line(columns, [t for _, t in kept])
-    return context, tuple(zip(often, seconds, strict=True))
+    return context, _rising(list(zip(often, seconds, strict=True)), [counts[rows] for rows in often])
 
 
-def _trimmed(steps: list[tuple[StepLoad, float]]) -> list[tuple[StepLoad, float]]:
-    ordered = sorted(steps, key=lambda s: s[1])
-    return ordered[: len(ordered) - int(OUTLIERS * len(ordered))]
+def _trimmed(steps: list[tuple[StepLoad, float]], size: Callable[[StepLoad], int]) -> list[tuple[StepLoad, float]]:
+    """Without those that are slow for their size: the slowest of all would be the largest."""
+    by: dict[int, list[float]] = {}
+    for load, seconds in steps:
+        by.setdefault(size(load), []).append(seconds)
+    most = {n: OUTLIER * float(np.median(seconds)) for n, seconds in by.items()}
+    return [(load, seconds) for load, seconds in steps if seconds <= most[size(load)]]
+
+
+def _rising(knots: Sequence[tuple[int, float]], weights: Sequence[int]) -> tuple[tuple[int, float], ...]:
+    """The knots with neighbours averaged until none is below the one before: more rows do not take less time, and where
+    it looks so a few steps were disturbed."""
+    pools: list[tuple[float, int, int]] = []  # seconds, weight, knots
+    for (_, seconds), weight in zip(knots, weights, strict=True):
+        pools.append((seconds, weight, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (a, m, i), (b, n, j) = pools[-2:]
+            pools[-2:] = [((a * m + b * n) / (m + n), m + n, i + j)]
+    level = [seconds for seconds, _, n in pools for _ in range(n)]
+    return tuple((rows, seconds) for (rows, _), seconds in zip(knots, level, strict=True))
 
 
 def _line(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:

@@ -76,6 +76,18 @@ def test_decode_steps_bend_where_they_were_seen_to() -> None:
     assert rest + slope * 700 == cost.seconds(load)
 
 
+def test_what_is_left_out_is_slow_for_its_size() -> None:
+    # 1 % of the steps have many rows and as noisy times as all others: left out would be the slower half of them.
+    rng = random.Random(2)
+    sizes = [1] * 3_960 + [16] * 40
+    seen = [(StepLoad(decode_rows=n, samples=n), (0.012 + 0.002 * n) * (1 + 0.5 * rng.uniform(-1, 1))) for n in sizes]
+    stuck = (StepLoad(decode_rows=1, samples=1), 0.5)  # the processor was elsewhere
+    cost = fit_steps([*[s for s in steps() if s[0].chunk_tokens], *seen, *[stuck] * 20])
+    mean = sum(t for load, t in seen if load.decode_rows == 16) / 40
+    assert cost.seconds(StepLoad(decode_rows=16)) == pytest.approx(mean, rel=0.03)
+    assert cost.seconds(StepLoad(decode_rows=1)) == pytest.approx(0.014, rel=0.03)
+
+
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(UserError, match="at least 20"):
         fit_steps(steps(20))
