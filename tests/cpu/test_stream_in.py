@@ -202,3 +202,13 @@ def _experts_are_the_files(folder: Path, model: Model, geometry: ModelGeometry) 
             inner = geometry.moe.expert_width
             part = own if ".w2." in name else own[:inner] if ".w1." in name else own[inner:]
             assert torch.equal(part, stored)
+
+
+def test_loading_within_inference_mode() -> None:
+    folder = GOLDEN / K3
+    expected = plain_weights(load_model(folder, dtype="float32", progress=False))
+    with torch.inference_mode():
+        model = load_model(folder, dtype="float32", progress=False)
+    assert not any(w.is_inference() for w in model.all_weights() if isinstance(w, Tensor))
+    for ours, other in zip(plain_weights(model), expected, strict=True):
+        assert torch.equal(ours, other)

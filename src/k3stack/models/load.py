@@ -26,6 +26,7 @@ LoadFormat = Literal["auto", "dummy"]
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+@torch.inference_mode(False)  # weights made in a caller's inference mode could not be written by the reader's threads
 def load_model(
     source: str | Path | ModelGeometry,
     *,
