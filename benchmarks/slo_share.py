@@ -3,6 +3,8 @@
 Simulated 8 B300 (scenario b300x8-low-latency, engine k3), fresh workload, seeds from 9,000 on: none of them was used
 to tune policy ``slo``. Every run is kept as one JSON line in ``--runs``, and a run that is there already is not made
 again. Prints a table of shares, one of the price, and where ``slo`` is below another; ``--png`` draws the shares.
+``--cross`` reads the runs that are kept and says at which rate the pooled share of each policy falls below 95 %, and
+how many times the rate of ``prefill-first`` that is, with 95 % intervals over seeds (each seed's requests go to all).
 
     python benchmarks/slo_share.py [--efficiency roofline] [--means 120,230,400] [--rates 0.1,0.2] [--png FILE]
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -64,13 +67,14 @@ def figures_of(run: SimResult, settings: SimSettings) -> dict[str, Any]:
     }
 
 
+def kept_runs(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {tuple(key): value for key, value in map(json.loads, lines)}
+
+
 def runs(args: argparse.Namespace) -> Iterator[tuple[Key, dict[str, Any]]]:
     path = Path(args.runs)
-    kept = {}
-    if path.exists():
-        for line in path.read_text().splitlines():
-            key, value = json.loads(line)
-            kept[tuple(key)] = value
+    kept = kept_runs(path)
     cases = product(
         range(args.repeats),
         map(float, args.means.split(",")),
@@ -111,6 +115,55 @@ def difference(a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]]) -> tupl
     return whole, 2.0 * spread / math.sqrt(len(each))
 
 
+Counts = dict[float, dict[int, tuple[int, int]]]
+"""By rate and seed: requests within the target, and all."""
+
+
+def crossing(counts: Counts, seeds: Sequence[int], share: float) -> float:
+    """The highest rate at which the pooled share is still ``share``: falling shares through the points (neighbours that
+    rise are averaged), a straight line in between. Beyond the rates that were run: the outermost of them."""
+    blocks: list[list[float]] = []  # good, total, first and last rate
+    for rate in sorted(counts):
+        of = [counts[rate][s] for s in seeds]
+        blocks.append([sum(g for g, _ in of), sum(n for _, n in of), rate, rate])
+        while len(blocks) > 1 and blocks[-2][0] * blocks[-1][1] < blocks[-1][0] * blocks[-2][1]:
+            last = blocks.pop()
+            blocks[-1] = [blocks[-1][0] + last[0], blocks[-1][1] + last[1], blocks[-1][2], last[3]]
+    above = [b for b in blocks if b[0] >= share * b[1]]
+    below = [b for b in blocks if b[0] < share * b[1]]
+    if not above or not below:
+        return blocks[0][2] if not above else blocks[-1][3]
+    (g, n, _, low), (h, m, high, _) = above[-1], below[0]
+    return low + (high - low) * (g / n - share) / (g / n - h / m)
+
+
+def print_crossings(args: argparse.Namespace) -> None:
+    share, rng = SimSettings().target.share, random.Random(0)
+    counts: dict[tuple[float, str], Counts] = defaultdict(lambda: defaultdict(dict))
+    for (efficiency, name, mean, rate, seed, duration), run in kept_runs(Path(args.runs)).items():
+        if efficiency == (args.efficiency or "b300") and duration == args.duration and seed < args.repeats:
+            counts[mean, name][rate][seed] = run["good"], run["requests"]
+    for by_rate in counts.values():
+        for rate in [rate for rate, by_seed in by_rate.items() if len(by_seed) < args.repeats]:
+            del by_rate[rate]
+    print("| mean answer | policy | crosses 95 % at | times prefill-first | requests a point |")
+    print("|---" * 5 + "|")
+    for mean, name in product(map(float, args.means.split(",")), args.policies.split(";")):
+        own, base = counts[mean, name], counts[mean, "prefill-first"]
+        if len(own) < 2 or len(base) < 2:
+            continue
+        seeds = range(args.repeats)
+        draws = [rng.choices(seeds, k=len(seeds)) for _ in range(2_000)]
+        rates = sorted(crossing(own, draw, share) for draw in draws)
+        ratios = sorted(crossing(own, draw, share) / crossing(base, draw, share) for draw in draws)
+        at = crossing(own, seeds, share)
+        points = sum(n for by in own.values() for _, n in by.values()) / len(own)
+        print(
+            f"| {mean:g} | {name} | {at:.2f} ({rates[50]:.2f} to {rates[-51]:.2f}) | "
+            f"{at / crossing(base, seeds, share):.2f} ({ratios[50]:.2f} to {ratios[-51]:.2f}) | {points:.0f} |"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--efficiency", help="another set of step-time constants, such as roofline")
@@ -120,8 +173,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--duration", type=float, default=240.0)
     parser.add_argument("--runs", default="slo_share.jsonl")
+    parser.add_argument("--cross", action="store_true", help="only what the kept runs say of the rate at 95 %%")
     parser.add_argument("--png")
     args = parser.parse_args()
+    if args.cross:
+        print_crossings(args)
+        return
     found: dict[Key, list[dict[str, Any]]] = defaultdict(list)
     for key, value in runs(args):
         found[key].append(value)
