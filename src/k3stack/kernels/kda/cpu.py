@@ -94,19 +94,21 @@ def _read(reads: Tensor, states: Tensor, blocks: list[int]) -> Tensor:
         return reads @ states[torch.tensor(blocks, device=states.device)]
     stride = states.stride(0) // values
     table = states.as_strided(((states.shape[0] - 1) * stride + heads * width, values), (values, 1))
-    rows = _state_rows(tuple(blocks), stride, heads, reads.shape[2], width, states.device)
-    sums = F.embedding_bag(rows, table, per_sample_weights=reads.view(-1, width), mode="sum")
+    rows, starts = _state_rows(tuple(blocks), stride, heads, reads.shape[2], width, states.device)
+    sums = F.embedding_bag(rows, table, starts, per_sample_weights=reads.view(-1), mode="sum")
     return sums.view(*reads.shape[:3], values)
 
 
 @lru_cache(maxsize=4)
 def _state_rows(
     blocks: tuple[int, ...], stride: int, heads: int, reads: int, width: int, device: torch.device
-) -> Tensor:
-    """[R * H * reads, K]: rows of every head's state, among the rows of all blocks that are ``stride`` rows apart."""
+) -> tuple[Tensor, Tensor]:
+    """[R * H * reads * K]: rows of every head's state, among the rows of all blocks that are ``stride`` rows apart; and
+    [R * H * reads]: where each read's begin."""
     first = (torch.tensor(blocks, device=device) * stride).view(-1, 1)
     rows = (first + torch.arange(heads * width, device=device)).view(-1, heads, 1, width)
-    return rows.expand(-1, -1, reads, -1).reshape(-1, width)
+    flat = rows.expand(-1, -1, reads, -1).reshape(-1)
+    return flat, torch.arange(0, flat.shape[0], width, device=device)
 
 
 @lru_cache(maxsize=4)
