@@ -173,6 +173,15 @@ def test_mla_chunk(dtype: torch.dtype, count: int, start: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_mla_chunk_head_by_head(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the scores of all heads are too many."""
+    monkeypatch.setattr(mla, "SCORE_BYTES", 0)
+    q, kv_b = random(100, 5, 12, dtype=dtype), random(5, 16, 10, dtype=dtype, seed=1, scale=0.4)
+    rows = random(120, 14, dtype=dtype, seed=2)
+    same(mla.attend(q, rows, kv_b, 20), mla_reference.attend(q, rows, kv_b, 20), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_mla_decode_over_pages(dtype: torch.dtype) -> None:
     lengths, page_rows = [1, 64, 65, 130], 64
     q, kv_b = random(4, 2, 12, dtype=dtype), random(2, 16, 10, dtype=dtype, seed=1, scale=0.4)
