@@ -224,6 +224,24 @@ def test_mla_decode_of_rows_that_share_pages(dtype: torch.dtype, monkeypatch: py
         same(mla.decode(q[: len(own)], spoilt, _padded(own), ends, kv_b), torch.cat(right), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mla_chunks_that_share_pages(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long chunks after the same pages, a long one after others, a short one after the same."""
+    monkeypatch.setattr(mla, "SHARED_ROWS", 8)
+    page_rows, trunk = 4, [1, 2, 3]
+    tables = [[*trunk, *range(20, 34)], [5, 6, *range(34, 50)], [*trunk, *range(50, 62)], [*trunk, 62, 63], trunk]
+    starts, counts = [13, 8, 12, 12, 8], [50, 64, 47, 5, 3]
+    assert mla.absorbed_up_to(12, 14, random(2, 16, 10, dtype=dtype)) < 47
+    assert mla._sharing(_padded(tables[:3]), [n + 1 for n in starts[:3]], page_rows) == [([0, 2], 3), ([1], 0)]
+    kv_b = random(2, 16, 10, dtype=dtype, seed=1, scale=0.4)
+    rows = random(64, page_rows, 14, dtype=dtype, seed=2)
+    queries = [random(n, 2, 12, dtype=dtype, seed=30 + n) for n in counts]
+    mine = mla.attend_chunks(queries, rows, _padded(tables), starts, kv_b)
+    for q, own, table, start in zip(queries, mine, tables, starts, strict=True):
+        seen = rows[table].view(-1, 14)[: start + q.shape[0]]
+        same(own, mla_reference.attend(q, seen, kv_b, start), dtype)
+
+
 def _padded(tables: list[list[int]]) -> Tensor:
     table = torch.full((len(tables), max(map(len, tables)) + 1), 1 << 40)
     for r, pages in enumerate(tables):

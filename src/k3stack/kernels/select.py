@@ -67,6 +67,8 @@ class Kernels:
     """A whole decode step of KDA between its projections (``kda.triton.decode_step``)."""
     convolve: Callable[..., Tensor] | None = None
     """The short convolution of all rows of a step (``kda.triton.convolve``)."""
+    mla_chunks: Callable[..., list[Tensor]] | None = None
+    """``mla_attend`` of all chunks of a step over their pages (``mla.cpu.attend_chunks``)."""
     mix_norm: Callable[..., tuple[Tensor | None, Tensor | None]] | None = None
     """Addition, residual mix and norm in one (``residual.triton.mix_norm``)."""
 
@@ -118,6 +120,7 @@ def _torch(dtype: torch.dtype, why: str) -> Kernels:
         kda_decode=kda.decode,
         write_rows=mla.write_rows,
         mla_attend=mla.attend,
+        mla_chunks=mla.attend_chunks,
         mla_decode=mla.decode,
         route=moe.route,
         experts=moe.experts,

@@ -85,12 +85,7 @@ class MlaAttention(Part):
         lengths = step.lengths() if self.kernels.device_tables else step.decode_lengths
         if step.all_decode:
             return self.kernels.mla_decode(q, rows, step.decode_pages, lengths, self.kv_b)
-        parts = []
-        for chunk in step.chunks:
-            end = chunk.start + chunk.count
-            pages = step.page_table[chunk.row, : -(-end // rows.shape[1])]
-            seen = rows[pages].view(-1, rows.shape[2])[:end]
-            parts.append((chunk.tokens, self.kernels.mla_attend(q[chunk.tokens], seen, self.kv_b, chunk.start)))
+        parts = list(zip([chunk.tokens for chunk in step.chunks], self._attend_chunks(q, rows, step), strict=True))
         if step.one_chunk:
             return parts[0][1]
         if step.decode_count:
@@ -101,3 +96,16 @@ class MlaAttention(Part):
         for tokens, o in parts:
             out[tokens] = o
         return out
+
+    def _attend_chunks(self, q: Tensor, rows: Tensor, step: Step) -> list[Tensor]:
+        if self.kernels.mla_chunks is not None and len(step.chunks) > 1:
+            table = step.page_table[[chunk.row for chunk in step.chunks]]
+            starts = [chunk.start for chunk in step.chunks]
+            return self.kernels.mla_chunks([q[chunk.tokens] for chunk in step.chunks], rows, table, starts, self.kv_b)
+        found = []
+        for chunk in step.chunks:
+            end = chunk.start + chunk.count
+            pages = step.page_table[chunk.row, : -(-end // rows.shape[1])]
+            seen = rows[pages].view(-1, rows.shape[2])[:end]
+            found.append(self.kernels.mla_attend(q[chunk.tokens], seen, self.kv_b, chunk.start))
+        return found
