@@ -9,10 +9,12 @@ import ctypes
 import os
 import sys
 from functools import cache
+from pathlib import Path
 
 PAGE = 4096
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-MADV_DONTNEED, MADV_POPULATE_WRITE = 4, 23
+MADV_DONTNEED, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, MADV_COLLAPSE = 4, 14, 15, 23, 25
+HUGE_PAGE = 2 << 20
 HEAP_LIMIT = 32 << 20
 """Largest block that malloc can be told to take from its heap."""
 
@@ -25,6 +27,24 @@ def ask_for_huge_pages() -> None:
     sets torch's own THP_MEM_ALLOC_ENABLE stays as it is.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def huge_pages_wanted() -> bool:
+    """Whether torch was told to ask for them, and Linux grants them on request."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    asked = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"
+    return asked and setting.is_file() and "[never]" not in setting.read_text()
+
+
+def in_small_pages(start: int, size: int) -> bool:
+    """Have memory that is not there yet come in pages of 4 KiB, whoever asked for larger ones before."""
+    return _advise(start, size, MADV_NOHUGEPAGE)
+
+
+def gather_pages(start: int, size: int) -> bool:
+    """Move what lies in [start, start + size) into pages of 2 MiB, now; values stay. False where the system (Linux
+    before 6.1) cannot, or has no such pages left."""
+    return _advise(start, size, MADV_HUGEPAGE) and _advise(start, size, MADV_COLLAPSE)
 
 
 def keep_freed_memory() -> bool:

@@ -71,6 +71,11 @@ class Stored:
     """uint8, flat."""
 
     @property
+    def stored(self) -> int:
+        """Bytes in the files."""
+        return sum(e.nbytes for _, e in self.item)
+
+    @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.item[0][1].dtype]
 
@@ -132,8 +137,7 @@ class Landed:
     @property
     def stored(self) -> int:
         """Bytes in the files."""
-        items = [p.item for x in self.landings for p in x.parts] + [c.item for c in self.others]
-        return sum(e.nbytes for item in items for _, e in item)
+        return sum(p.stored for x in self.landings for p in x.parts) + sum(c.stored for c in self.others)
 
     @property
     def unfinished(self) -> list[Landing]:

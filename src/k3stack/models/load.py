@@ -18,6 +18,7 @@ from k3stack.models import dummy
 from k3stack.models.checkpoint import find_tensors
 from k3stack.models.landing import Landed, land
 from k3stack.models.network import Model
+from k3stack.models.pages import move_to_large_pages, small_pages
 from k3stack.models.prepare import prepare
 from k3stack.models.stream_in import read_ahead, stream_in
 
@@ -76,7 +77,9 @@ def _load(folder: Path, geometry: ModelGeometry, make: Callable[[], Model], thre
         # Layouts are tried with a few rows, for which other threads would cost more than they do.
         model = make()
         landed = land(model, found)
+    regions = small_pages(landed)
     read_and_prepare(landed, threads=threads, progress=progress)
+    move_to_large_pages(model, regions)
     return model
 
 

@@ -52,6 +52,7 @@ def _make(landing: Landing) -> None:
     block = 1 if blocked is None else blocked.rows
     step = max(1, PIECE // (width * dtype.itemsize) // block) * block
     buffer = scratch(min(step, -(-out // block) * block), width, dtype)
+    untouched = landing.memory.numel() - sum(part.stored for part in landing.parts)
     # They lie before the codes, where the first rows will be written.
     scales = [None if part.scale is None else part.scale.clone() for part in landing.parts]
     for a in range(0, out, step):
@@ -60,8 +61,9 @@ def _make(landing: Landing) -> None:
         for part, scale in zip(landing.parts, scales, strict=True):
             _fill(piece, part, scale, a, a + n, width)
         piece[n:] = 0
-        size = piece.shape[0] * width * dtype.itemsize
-        populate(landing.memory.data_ptr() + a * width * dtype.itemsize, size)
+        start = a * width * dtype.itemsize
+        if start < untouched:
+            populate(landing.memory.data_ptr() + start, min(piece.shape[0] * width * dtype.itemsize, untouched - start))
         if blocked is None:
             _plain(landing)[a : a + n].copy_(piece)
         else:

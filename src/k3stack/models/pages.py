@@ -1,0 +1,54 @@
+"""The pages in which weights lie on a CPU: of 4 KiB while they are read, of 2 MiB soon afterwards.
+
+Steps are faster with large pages (``kernels.memory.ask_for_huge_pages``), but reading need not be: in a virtual machine
+whose host takes back free memory, those are the blocks of 2 MiB, and getting one back takes ten times as long as the
+same bytes in small pages do. So weights are read into small pages, and a thread moves them when the model can run.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+from k3stack.kernels.memory import HUGE_PAGE, PAGE, gather_pages, huge_pages_wanted, in_small_pages
+from k3stack.models.landing import Landed
+from k3stack.models.network import Model
+
+Region = tuple[int, int]
+"""Address and bytes."""
+
+
+def small_pages(landed: Landed) -> list[Region]:
+    """Have all weights' memory, to which nothing has been written yet, come in small pages; returns where it is."""
+    if not huge_pages_wanted():
+        return []
+    storages = {x.memory.untyped_storage().data_ptr(): x.memory.untyped_storage().nbytes() for x in landed.landings}
+    regions: list[Region] = []
+    for start, size in sorted(storages.items()):
+        if regions and start - sum(regions[-1]) < PAGE:
+            # Neighbours in malloc's heap: a large page may hold parts of both.
+            regions[-1] = (regions[-1][0], start + size - regions[-1][0])
+        else:
+            regions.append((start, size))
+    return [region for region in regions if region[1] >= HUGE_PAGE and in_small_pages(*region)]
+
+
+def move_to_large_pages(model: Model, regions: list[Region]) -> threading.Thread | None:
+    """Begin to move the regions, in a thread of its own that ends with the model."""
+    if not regions:
+        return None
+    alive = weakref.ref(model)
+
+    def move() -> None:
+        for start, size in regions:
+            first = -(-start // HUGE_PAGE) * HUGE_PAGE
+            for at in range(first, start + size - HUGE_PAGE + 1, HUGE_PAGE):
+                # The memory is the model's for as long as it is held here.
+                held = alive()
+                if held is None or not gather_pages(at, HUGE_PAGE):
+                    return
+                del held
+
+    thread = threading.Thread(target=move, name="large-pages", daemon=True)
+    thread.start()
+    return thread
