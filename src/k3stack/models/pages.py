@@ -7,8 +7,11 @@ same bytes in small pages do. So weights are read into small pages, and a thread
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 import weakref
+from collections.abc import Iterator
 
 from k3stack.kernels.memory import HUGE_PAGE, PAGE, gather_pages, huge_pages_wanted, in_small_pages
 from k3stack.models.landing import Landed
@@ -25,7 +28,7 @@ def small_pages(landed: Landed) -> list[Region]:
     storages = {x.memory.untyped_storage().data_ptr(): x.memory.untyped_storage().nbytes() for x in landed.landings}
     regions: list[Region] = []
     for start, size in sorted(storages.items()):
-        if regions and start - sum(regions[-1]) < PAGE:
+        if regions and start - sum(regions[-1]) <= 2 * PAGE:
             # Neighbours in malloc's heap: a large page may hold parts of both.
             regions[-1] = (regions[-1][0], start + size - regions[-1][0])
         else:
@@ -34,21 +37,36 @@ def small_pages(landed: Landed) -> list[Region]:
 
 
 def move_to_large_pages(model: Model, regions: list[Region]) -> threading.Thread | None:
-    """Begin to move the regions, in a thread of its own that ends with the model."""
+    """Begin to move the regions, in a thread of its own that ends with the model or the process.
+
+    It works half of the time, so that the first requests have the processor's cores.
+    """
     if not regions:
         return None
-    alive = weakref.ref(model)
+    alive, stop = weakref.ref(model), threading.Event()
 
     def move() -> None:
-        for start, size in regions:
-            first = -(-start // HUGE_PAGE) * HUGE_PAGE
-            for at in range(first, start + size - HUGE_PAGE + 1, HUGE_PAGE):
-                # The memory is the model's for as long as it is held here.
-                held = alive()
-                if held is None or not gather_pages(at, HUGE_PAGE):
-                    return
-                del held
+        for at in _large_pages(regions):
+            # The memory is the model's for as long as it is held here.
+            held, begin = alive(), time.perf_counter()
+            if held is None or not gather_pages(at, HUGE_PAGE):
+                break
+            del held
+            if stop.wait(time.perf_counter() - begin):
+                return
+        atexit.unregister(end)
+
+    def end() -> None:
+        stop.set()
+        thread.join()
 
     thread = threading.Thread(target=move, name="large-pages", daemon=True)
+    atexit.register(end)
     thread.start()
     return thread
+
+
+def _large_pages(regions: list[Region]) -> Iterator[int]:
+    """Addresses of those that lie in the regions."""
+    for start, size in regions:
+        yield from range(-(-start // HUGE_PAGE) * HUGE_PAGE, start + size - HUGE_PAGE + 1, HUGE_PAGE)
