@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import statistics
 import subprocess
@@ -27,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from benchmarks.make_checkpoint import quarter_kimi_linear, small_k3, write_checkpoint
 
@@ -58,7 +60,7 @@ def read_plainly(folder: Path, keep: bool) -> float:
     """Seconds to read every byte of the safetensors files, into one buffer a thread or into memory that stays."""
     files = sorted(folder.glob("*.safetensors"))
     sizes = {f: f.stat().st_size for f in files}
-    kept = {f: torch.empty(n if keep else 0, dtype=torch.uint8).numpy() for f, n in sizes.items()}
+    kept = {f: new_memory(n) for f, n in sizes.items()} if keep else {}
     work = [(f, a, min(a + RUN, sizes[f])) for f in files for a in range(0, sizes[f], RUN)]
     buffers = [bytearray(PIECE) for _ in range(THREADS)]
 
@@ -68,7 +70,7 @@ def read_plainly(folder: Path, keep: bool) -> float:
         fd = os.open(file, os.O_RDONLY)
         while at < end:
             size = min(PIECE, end - at)
-            dest = memoryview(kept[file])[at : at + size] if keep else memoryview(buffer)[:size]
+            dest = kept[file][at : at + size] if keep else memoryview(buffer)[:size]
             at += os.preadv(fd, [dest], at)
         os.close(fd)
         buffers.append(buffer)
@@ -79,13 +81,18 @@ def read_plainly(folder: Path, keep: bool) -> float:
     return time.perf_counter() - begin
 
 
+def new_memory(size: int) -> memoryview:
+    """In small pages, as the reader's."""
+    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
 def touch(size: int) -> float:
     """Seconds to write once to every page of new memory, with a thread for each core."""
     cores = len(os.sched_getaffinity(0))
-    parts = [torch.empty(size // cores, dtype=torch.uint8).numpy() for _ in range(cores)]
+    parts = [new_memory(size // cores) for _ in range(cores)]
     begin = time.perf_counter()
     with ThreadPoolExecutor(cores) as pool:
-        list(pool.map(lambda part: part.fill(1), parts))
+        list(pool.map(lambda part: np.frombuffer(part, dtype=np.uint8).fill(1), parts))
     return time.perf_counter() - begin
 
 

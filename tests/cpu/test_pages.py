@@ -11,10 +11,9 @@ import torch
 
 from k3stack.config.geometry import load_geometry
 from k3stack.kernels.memory import HUGE_PAGE
-from k3stack.models import pages
+from k3stack.models import load, pages
 from k3stack.models.checkpoint import find_tensors
 from k3stack.models.landing import land
-from k3stack.models.load import load_model
 from k3stack.models.network import Model
 from tests.cpu.harness import GOLDEN
 
@@ -45,7 +44,8 @@ def test_every_weight_is_in_a_region(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_thread_ends_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load_model(K3, dtype="float64", progress=False)
+    monkeypatch.setattr(load, "small_pages", lambda landed: [])
+    model = load.load_model(K3, dtype="float64", progress=False)
     moved: list[int] = []
     monkeypatch.setattr(pages, "gather_pages", lambda start, size: moved.append(start) is None)
     regions = [(0, 100 * HUGE_PAGE)]
