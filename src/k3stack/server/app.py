@@ -63,7 +63,7 @@ def build_app(service: Service) -> FastAPI:
             methods=[method],
             summary=summary,
             response_class=Response,
-            openapi_extra=openapi_of(path),
+            openapi_extra=openapi_of(path, keyed=bool(service.options.api_key)),
             operation_id=f"{method.lower()}_{path}",
         )
     app.add_exception_handler(K3Error, _on_k3_error)
