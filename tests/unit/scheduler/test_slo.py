@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -170,6 +171,22 @@ def test_nobody_waits_longer_than_the_guard_allows(guard: float) -> None:
     assert sum(run.met(s) for s in streams) > 50
 
 
+def test_the_guard_saves_up_its_share_of_the_time() -> None:
+    """Six prompts of 0.62 s for which the streams never have room: a tenth of the time is one every 6.2 s."""
+    streams = [request(f"s{i}", 0.25 * i, 50, 100) for i in range(180)]
+    big = [request(f"b{i}", 1.0 + i / 100, 12_000, 5) for i in range(6)]
+
+    def pauses(credit: float) -> list[float]:
+        run = Run(slo(risk=0.0, guard_s=4.0, guard_credit_s=credit), [*streams, *big])
+        starts = sorted(run.started(b.rid) for b in big)
+        return [b - a for a, b in pairwise(starts)][1:]  # the first was not the guard's: nobody decoded yet
+
+    assert min(pauses(0.0)) > 6.2
+    assert max(pauses(60.0)) < 2.5  # three tenths of the time until the credit is spent
+    few = pauses(10.0)
+    assert few[0] < 2.5 and few[-1] > 6.2
+
+
 @pytest.mark.parametrize("mixed", [True, False])
 def test_the_bound_on_the_gap_holds(mixed: bool) -> None:
     streams = [request(f"s{i}", 0.0, 200, 800) for i in range(16)]
@@ -279,7 +296,15 @@ def test_order_by_priority_then_deadline_then_arrival() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"guard_s": 0}, {"guard_share": 0}, {"guard_share": 1.5}, {"max_gap_s": 0}, {"outside_s": -1}]
+    "bad",
+    [
+        {"guard_s": 0},
+        {"guard_share": 0},
+        {"guard_share": 1.5},
+        {"guard_credit_s": -1},
+        {"max_gap_s": 0},
+        {"outside_s": -1},
+    ],
 )
 def test_options_are_checked(bad: dict[str, float]) -> None:
     with pytest.raises(UserError):

@@ -35,6 +35,8 @@ GUARDED = 64
 GUARD_EARLY = 0.7
 """The guard acts at this share of its time: a step in flight has to end first, and its share of the time may be taken.
 """
+GUARD_BURST = 0.3
+"""Share of the time that the guard takes at most while it spends what it has saved up."""
 PREDICT_S = 1.0
 """Age at which the prediction for a waiting prompt is made anew: with what steps have taught since, and memory asked
 again how much of it is cached."""
@@ -68,6 +70,8 @@ class Slo:
         """... as long as nobody comes or goes: waiting, begun, streams."""
         self._guard_from = float("-inf")
         """Until then the guard starts nothing."""
+        self._guard_paid = float("-inf")
+        """Until then the guard has had its share of the time."""
         self._forced: str | None = None
         """The request that the guard started and that is not through yet."""
         self._late: set[str] = set()
@@ -127,7 +131,7 @@ class Slo:
         forced = self._guarded([*prefilling, *waiting[:GUARDED]], start)
         if forced is not None:
             decision = self._fill(view, [self._prompt(view, forced, step)], set(), streams, INF)
-            self._guard_from = start + self._seconds(load, decision.tokens) / self.options.guard_share
+            self._charge_guard(start, self._seconds(load, decision.tokens))
             self._forced = forced.rid
             return decision
         prompts, on_time = self._prompts(view, streams)
@@ -243,6 +247,12 @@ class Slo:
         if not late or start < self._guard_from:
             return None
         return min(late, key=lambda e: (e.rid != self._forced, e.queued_at))
+
+    def _charge_guard(self, start: float, seconds: float) -> None:
+        """The guard has started a prompt that takes so many seconds: when it may start the next."""
+        share = self.options.guard_share
+        self._guard_paid = max(self._guard_paid, start - self.options.guard_credit_s) + seconds / share
+        self._guard_from = max(start + seconds / max(share, GUARD_BURST), self._guard_paid)
 
     # -- the size of the step -------------------------------------------------------------------------------------
 

@@ -15,6 +15,9 @@ class SloOptions:
     """No request waits longer than this for its start, as far as ``guard_share`` allows."""
     guard_share: float = 0.1
     """Most of the time that prompts started by the guard may take while others could still be on time."""
+    guard_credit_s: float = 30.0
+    """Time whose share the guard may have saved up, so that after a burst it starts all who have waited, where it has
+    had little to do before. 0: none."""
     risk: float = 0.6
     """A prompt that waiting would make late is begun although streams have no room for it, if fewer streams than this
     are to be expected to miss their target for it. 0: never."""
@@ -33,6 +36,10 @@ class SloOptions:
                 f"guard {self.guard_s:g} s, guard share {self.guard_share:g}, outside {self.outside_s:g} s: the guard "
                 "must be above 0, its share above 0 and at most 1, the time outside 0 or more",
                 param="guard_s",
+            )
+        if self.guard_credit_s < 0:
+            raise UserError(
+                f"the guard's credit is {self.guard_credit_s:g} s; it must be 0 or more", param="guard_credit_s"
             )
         if self.max_gap_s is not None and self.max_gap_s <= 0:
             raise UserError(f"max_gap_s is {self.max_gap_s:g}; it must be above 0", param="max_gap_s")
