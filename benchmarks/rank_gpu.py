@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from benchmarks.rank import ROW_BYTES, cut_layers, decode_load, floors, prefill_load
+from benchmarks.rank import ROW_BYTES, cut_layers, decode_load, floors
 from torch import Tensor
 
 from k3stack.config.geometry import ModelGeometry
@@ -24,7 +24,7 @@ from k3stack.estimate.work import RankModel, experts_touched
 from k3stack.kernels.moe import reference as moe_reference
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 from k3stack.models import dummy
-from k3stack.models.batch import ForwardBatch, HostIndex
+from k3stack.models.batch import ForwardBatch
 from k3stack.models.decode_batch import DecodeBatch
 from k3stack.models.layers.ffn import MoeFfn
 from k3stack.models.layers.mla import MlaAttention
@@ -137,7 +137,7 @@ class Rank:
             real = self.model.kernels.route
 
             def route(*given: Any, ids: Tensor = drawn[best], real: Any = real) -> tuple[Tensor, Tensor]:
-                return ids, real(*given[:5])[1]
+                return ids[: len(given[0])], real(*given[:5])[1]
 
             ffn.kernels = dataclasses.replace(ffn.kernels, route=route)
         return touched
@@ -193,10 +193,10 @@ def captured(run: Callable[[], Any]) -> Callable[[], None]:
     return graph.replay
 
 
-def part_runs(rank: Rank, batch: DecodeBatch) -> dict[str, Callable[[], None]]:
+def part_runs(rank: Rank, batch: DecodeBatch | ForwardBatch) -> dict[str, Callable[[], None]]:
     """Each part of the network over all of its layers, on inputs of the right shape."""
     model, geometry, views, step = rank.model, rank.geometry, rank.views, batch.step
-    x = torch.randn(batch.rows, geometry.hidden, device=DEVICE).bfloat16()
+    x = torch.randn(len(batch.ids), geometry.hidden, device=DEVICE).bfloat16()
     kda = [layer for i, layer in enumerate(model.layers) if i in geometry.kda_layers]
     mla = [layer for i, layer in enumerate(model.layers) if i in geometry.mla_layers]
     moe = [layer.ffn for layer in model.layers if isinstance(layer.ffn, MoeFfn)]
@@ -207,7 +207,8 @@ def part_runs(rank: Rank, batch: DecodeBatch) -> dict[str, Callable[[], None]]:
 
     def attention(layers: list[Any]) -> Callable[[], None]:
         def run() -> None:
-            step.forget()
+            if isinstance(batch, DecodeBatch):
+                batch.step.forget()
             for layer in layers:
                 layer.attention(x, step, views)
 
@@ -236,7 +237,7 @@ def part_runs(rank: Rank, batch: DecodeBatch) -> dict[str, Callable[[], None]]:
                 kernels.linear(z, ffn.up)
 
     def residual() -> None:
-        stream = model._stream(x)
+        stream = model.stream(x)
         for i, layer in enumerate(model.layers):
             stream.attention_input(i, layer.input_norm)
             stream.attention_output(i, x)
@@ -282,7 +283,10 @@ def measure(
             "weight_gib": round(rank.model.weight_bytes / (1 << 30), 2),
         }
         if args.prefill is not None:
-            return [about | _prefill(args, rank, model, gemm)]
+            from benchmarks.rank_prefill import measure_prefill
+
+            reports = measure_prefill(args, rank, model, gemm, geometry.moe.experts)
+            return [about | report for report in reports]
         rank.arena(max(args.batch), args.context + 1)
         reports = []
         for batch in args.batch:
@@ -325,38 +329,6 @@ def _decode(
         "collectives": floor["collectives"],
         "experts_touched": round(statistics.mean(touched), 2) if touched else 0,
         "experts_of_the_floor": round(model.touched(batch), 2),
-        "checked": {k: round(v, 5) for k, v in checks.items()},
-    }
-
-
-def _prefill(args: argparse.Namespace, rank: Rank, model: RankModel, gemm: float) -> dict[str, Any]:
-    tokens = args.prefill
-    checks = {"experts": rank.check_experts(64)}
-    if not checks["experts"] < GOOD:
-        raise SystemExit(f"kernels are wrong at this size (relative distance): {checks}")
-    rank.arena(1, tokens)
-    pages = torch.arange(rank.pages, device=DEVICE) + rank.first_page
-    batch = ForwardBatch(
-        ids=torch.randint(0, rank.geometry.vocab, (tokens,), device=DEVICE),
-        cu=[0, tokens],
-        starts=[0],
-        state_blocks=torch.zeros(1, dtype=torch.int64, device=DEVICE),
-        page_table=pages.unsqueeze(0),
-        logit_index=torch.tensor([tokens - 1], device=DEVICE),
-        host=HostIndex([0], [tokens - 1]),
-    )
-    ms = timed(lambda: rank.model.forward(batch, rank.views), repeats=3)
-    work = model.work(prefill_load(tokens))
-    rate = work.flops / ms * 1e3
-    return {
-        "prefill": tokens,
-        "step_ms": round(ms, 3),
-        "floor_ms": round(work.flops / gemm * 1e3, 3),
-        "tflop": round(work.flops / 1e12, 1),
-        "tflops": round(rate / 1e12, 1),
-        "gemm_tflops": round(gemm / 1e12, 1),
-        "ratio": round(gemm / rate, 3),
-        "collectives": {"count": work.sums, "bytes": round(work.sum_bytes)},
         "checked": {k: round(v, 5) for k, v in checks.items()},
     }
 

@@ -21,6 +21,8 @@ from k3stack.kernels import launch as starter
 from k3stack.kernels.activation import triton as activation
 from k3stack.kernels.activation.glu import Glu
 from k3stack.kernels.kda import triton as kda
+from k3stack.kernels.kda import triton_chunk as kda_chunk
+from k3stack.kernels.kda.layout import ChunkTiles
 from k3stack.kernels.mla import triton as mla
 from k3stack.kernels.moe import triton as moe
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
@@ -114,6 +116,9 @@ def small() -> None:
     activation.silu_glu(m(4, 2048))
     activation.output_gate(m(6, 4, 128).transpose(0, 1), m(4, 768))
     residual.mix_norm(m(4, 9, 7168), m(4, 7168), residual.ADD, m(7168, dtype=F32), 1e-5, m(7168), 1e-5, mixed=False)
+    residual.mix_norm(
+        m(4096, 9, 7168), m(4096, 7168), residual.ADD, m(7168, dtype=F32), 1e-5, m(7168), 1e-5, mixed=False
+    )
     residual.mix_norm(m(4, 9, 7168), m(4, 7168), residual.REPLACE, m(7168, dtype=F32), 1e-5, m(7168), 1e-5, mixed=True)
     moe.route(m(4, 896, dtype=F32), m(896, dtype=F32), 16, 1.0, True)
 
@@ -125,6 +130,16 @@ def kda_step() -> None:
         arena = m(9, 3, 3 * p), m(9, 6, 128, 128, dtype=state), ints(4)
         kda.decode_step(m(4, 3 * p), m(4, p), m(4, p), m(4, 6), *vectors, *arena, bound, 1e-5)
     kda.convolve(m(64, 3 * p), vectors[0], m(9, 3, 3 * p), ints(64), ints(64), ints(2), ints(2), ints(2))
+
+
+def kda_chunks() -> None:
+    for heads, bound in ((3, -5.0), (32, None)):
+        p, wide = heads * 128, {"dtype": F32}
+        vectors = (m(4, 3 * p, **wide), m(heads, **wide), m(p, **wide), m(128, **wide))
+        tiles = ChunkTiles(64, 32, ints(4, 32), ints(5, 2))
+        arena = m(9, 3, 3 * p), m(9, heads, 128, 128, **wide), tiles
+        inputs = m(2048, 3 * p), m(2048, p), m(2048, p), m(2048, heads)
+        kda_chunk.chunks(*inputs, *vectors, *arena, bound, 1e-5, m(2048, p))
 
 
 def mla_step() -> None:
@@ -150,5 +165,5 @@ def experts_plain() -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {
-    case.__name__: case for case in (small, kda_step, mla_step, experts_packed, experts_plain)
+    case.__name__: case for case in (small, kda_step, kda_chunks, mla_step, experts_packed, experts_plain)
 }

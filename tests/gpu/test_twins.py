@@ -15,11 +15,13 @@ from k3stack.kernels.activation import triton as activation
 from k3stack.kernels.activation.glu import Glu
 from k3stack.kernels.kda import reference as kda_reference
 from k3stack.kernels.kda import triton as kda
+from k3stack.kernels.kda import triton_chunk as kda_chunk
+from k3stack.kernels.kda.layout import chunk_tiles
 from k3stack.kernels.mla import reference as mla_reference
 from k3stack.kernels.mla import triton as mla
 from k3stack.kernels.moe import reference as moe_reference
 from k3stack.kernels.moe import triton as moe
-from k3stack.kernels.moe import triton_decode
+from k3stack.kernels.moe import triton_chunk, triton_decode
 from k3stack.kernels.mxfp4 import cpu as mxfp4
 from k3stack.kernels.mxfp4.triton import halves
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
@@ -132,6 +134,32 @@ def test_kda_decode(dtype: torch.dtype, bound: float | None, heads: int, k: int)
         assert torch.equal(states[block], before[1][block])
 
 
+@pytest.mark.parametrize(("bound", "heads", "k"), [(-5.0, 3, 32), (None, 2, 128)])
+def test_kda_chunks(dtype: torch.dtype, bound: float | None, heads: int, k: int) -> None:
+    """Sequences of a few tokens, of one tile and of several, between tokens that belong to no chunk."""
+    starts, counts, blocks = [1, 4, 68, 140], [2, 64, 70, 9], [4, 0, 5, 2]
+    x = kda_inputs(150, heads, k, dtype)
+    windows, states = draw(6, 3, 3 * heads * k, dtype=dtype, seed=8), draw(6, heads, k, k, seed=9)
+    before = windows.clone(), states.clone()
+    out = torch.full((150, heads * k), 7.0, dtype=dtype, device=DEVICE)
+    tiles = chunk_tiles(starts, counts, blocks, torch.device(DEVICE))
+    kda_chunk.chunks(*x.values(), windows, states, tiles, bound, 1e-5, out)
+    for first, count, block in zip(starts, counts, blocks, strict=True):
+        state, window, rows = before[1][block], before[0][block], []
+        for t in range(first, first + count):
+            y, state, window = kda_twin(x, t, window, state, bound)
+            rows.append(y)
+        theirs, tolerance = torch.stack(rows), 4 * TOLERANCE[dtype]
+        assert float(relative(out[first : first + count], theirs)) < tolerance
+        assert float(relative(states[block], state)) < tolerance
+        assert torch.equal(windows[block].float(), window.float())
+    for t in (0, 3, 138, 149):
+        assert bool((out[t] == 7).all())
+    for block in (1, 3):
+        assert torch.equal(windows[block], before[0][block])
+        assert torch.equal(states[block], before[1][block])
+
+
 def test_convolution_of_chunks_and_single_tokens(dtype: torch.dtype) -> None:
     counts, blocks = [5, 1, 2, 40], [3, 0, 4, 1]
     raw, conv = draw(48, 136, dtype=dtype)[:, :130], draw(4, 130, seed=1)
@@ -236,6 +264,30 @@ def test_experts_of_a_decode_step(dtype: torch.dtype, pair: int, tokens: int) ->
     theirs = moe_reference.experts(x.cpu(), ids.cpu(), weights.cpu(), *plain, lambda t: slow_glu(t, True))
     for t in range(tokens):
         assert float(relative(mine[t], theirs[t])) < (0.012 if dtype == torch.bfloat16 else 2e-3)
+
+
+@pytest.mark.parametrize("more", [0, 16])
+@pytest.mark.parametrize("packed", [True, False])
+def test_experts_of_a_chunk(dtype: torch.dtype, packed: bool, more: int) -> None:
+    """Experts with no, few and many tokens; some chosen experts are elsewhere."""
+    tokens, total, here, first, width, inner, top_k = 70, 6, 4, 1, 256, 128, 2
+    x = draw(tokens, width + 16, dtype=dtype)[:, :width]
+    drawn = draw(here, 2 * inner, width, seed=1, scale=0.4), draw(here, width, inner, seed=2)
+    w13, w2 = (encode(w) if packed else w.to(dtype) for w in drawn)
+    popularity = torch.tensor([1.0, 2.0, -9.0, 0.0, -1.5, 1.0], device=DEVICE)
+    ids = (draw(tokens, total, seed=3) + popularity).topk(top_k, dim=-1).indices
+    weights = torch.softmax(draw(tokens, top_k, seed=4), -1)
+    act = Glu("situ", 4.0, 25.0, lambda t: slow_glu(t, True))
+    tiles = triton_chunk.Tiles(16, more, 64, 4, 2)
+    plan = triton_chunk.Plan(tiles, tiles, 64)
+    assert triton_chunk.fits(w13, plan)
+    mine = triton_chunk.experts(x, ids, weights, w13, w2, act, first, plan)
+    full = torch.zeros(total, 2 * inner, width, dtype=dtype), torch.zeros(total, width, inner, dtype=dtype)
+    for e in range(here):
+        for whole, w in zip(full, (w13, w2), strict=True):
+            whole[first + e] = w.plain(e, dtype) if isinstance(w, Mxfp4Weight) else w[e]
+    theirs = moe_reference.experts(x.cpu(), ids.cpu(), weights.cpu(), *full, lambda t: slow_glu(t, True))
+    same(mine.cpu(), theirs, dtype)
 
 
 def slow_glu(gate_up: Tensor, situ: bool) -> Tensor:

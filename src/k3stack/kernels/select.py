@@ -65,6 +65,8 @@ class Kernels:
     """Experts' weights are one tensor [E, out, in] (MXFP4 stays packed), else a list of weights."""
     kda_step: Callable[..., Tensor] | None = None
     """A whole decode step of KDA between its projections (``kda.triton.decode_step``)."""
+    kda_chunks: Callable[..., None] | None = None
+    """All of KDA between its projections for the chunks of a step (``kda.triton_chunk.chunks``)."""
     convolve: Callable[..., Tensor] | None = None
     """The short convolution of all rows of a step (``kda.triton.convolve``)."""
     mla_chunks: Callable[..., list[Tensor]] | None = None
@@ -132,6 +134,7 @@ def _triton(dtype: torch.dtype) -> Kernels:
     from k3stack.kernels.activation import triton as fast_activation
     from k3stack.kernels.kda import cuda as kda_cuda
     from k3stack.kernels.kda import triton as fast_kda
+    from k3stack.kernels.kda import triton_chunk as fast_kda_chunk
     from k3stack.kernels.linear import cuda as fast_linear
     from k3stack.kernels.mla import cuda as mla_cuda
     from k3stack.kernels.mla import triton as fast_mla
@@ -141,7 +144,7 @@ def _triton(dtype: torch.dtype) -> Kernels:
 
     return Kernels(
         name="triton",
-        why="Triton kernels for CUDA; cuBLAS for plain products; torch for KDA and MLA of chunks",
+        why="Triton kernels for CUDA; cuBLAS for plain products; torch for MLA of chunks",
         pack=fast_linear.pack,
         stacker=stacked.Stacker,
         linear=fast_linear.linear,
@@ -168,6 +171,7 @@ def _triton(dtype: torch.dtype) -> Kernels:
         device_tables=True,
         stacked_experts=True,
         kda_step=fast_kda.decode_step,
+        kda_chunks=fast_kda_chunk.chunks,
         convolve=fast_kda.convolve,
         mix_norm=fast_residual.mix_norm,
     )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from k3stack.kernels.kda.layout import TileLayout, tile_layout
+from k3stack.kernels.kda.layout import ChunkTiles, TileLayout, chunk_tiles, tile_layout
 from k3stack.kernels.upload import upload, upload_ints
 
 
@@ -111,14 +111,6 @@ class Step:
         rows = _compact(single, device)
         self.decode_block_index = batch.state_blocks[rows]
         self.decode_pages = batch.page_table[rows]
-        self.tiles: TileLayout | None = None
-        if self.chunks:
-            self.tiles = tile_layout(
-                [c.first for c in self.chunks],
-                [c.count for c in self.chunks],
-                [c.block for c in self.chunks],
-                self.total,
-            ).to(device)
         self.tail = self._find_tail(batch, counts, host.logits)
         self._slots: tuple[Tensor, Tensor] | None = None
         self._uploaded: dict[str, Tensor] = {}
@@ -138,6 +130,20 @@ class Step:
     @property
     def all_decode(self) -> bool:
         return not self.chunks
+
+    @cached_property
+    def tiles(self) -> TileLayout:
+        """The chunks' tokens in tiles for batched products (``kernels.kda.cpu``)."""
+        return tile_layout(*self._chunk_lists(), self.total).to(self.device)
+
+    @cached_property
+    def chunk_tiles(self) -> ChunkTiles:
+        """The same for the Triton kernels (``kernels.kda.triton_chunk``)."""
+        return chunk_tiles(*self._chunk_lists(), self.device)
+
+    def _chunk_lists(self) -> tuple[list[int], list[int], list[int]]:
+        """First token, tokens and state block of every chunk."""
+        return [c.first for c in self.chunks], [c.count for c in self.chunks], [c.block for c in self.chunks]
 
     @property
     def one_chunk(self) -> bool:

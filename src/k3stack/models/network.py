@@ -79,7 +79,7 @@ class Model(Part):
         share: Share = WHOLE,
     ) -> None:
         self.geometry, self.dtype, self.device = geometry, dtype, device
-        self.latent_norm_eps = latent_norm_eps
+        self.latent_norm_eps, self.share = latent_norm_eps, share
         self.kernels = select_kernels(device, dtype, geometry)
         self.embed = empty(geometry.vocab, geometry.hidden, dtype=dtype, device=device)
         self.layers = [
@@ -157,7 +157,7 @@ class Model(Part):
     def _hidden(self, batch: ForwardBatch, views: ArenaViews, capture: Capture | None) -> Tensor:
         """[N, hidden] after the final norm."""
         step, kernels, eps = batch.step, self.kernels, self.geometry.rms_eps
-        stream = self._stream(F.embedding(batch.ids, self.embed))
+        stream = self.stream(F.embedding(batch.ids, self.embed))
         for i, layer in enumerate(self.layers):
             tail = step.tail if i == len(self.layers) - 1 and capture is None else None
             x = stream.attention_input(i, layer.input_norm)
@@ -183,7 +183,7 @@ class Model(Part):
             capture.put("final_norm", None, normed)
         return normed
 
-    def _stream(self, embedded: Tensor) -> Stream:
+    def stream(self, embedded: Tensor) -> Stream:
         kernels, eps = self.kernels, self.geometry.rms_eps
         if self.scorers is None:
             return PlainStream(embedded, kernels, eps)

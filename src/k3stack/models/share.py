@@ -17,6 +17,7 @@ class Share:
     tp: int = 1
     ep: int = 1
     ep_rank: int = 0
+    tp_rank: int = 0
 
     def experts(self, total: int) -> range:
         """The routed experts that lie here, whole."""
@@ -52,4 +53,4 @@ def rank_share(geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> tu
         vocab=geometry.vocab // tp,
     )
     # With cut experts the geometry's own width has done the shared MLP's cut.
-    return own, Share(tp=tp if layout.ep > 1 else 1, ep=layout.ep, ep_rank=at.ep)
+    return own, Share(tp=tp if layout.ep > 1 else 1, ep=layout.ep, ep_rank=at.ep, tp_rank=at.tp)

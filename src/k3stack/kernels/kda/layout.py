@@ -63,3 +63,28 @@ def tile_layout(starts: list[int], counts: list[int], blocks: list[int], total: 
         tile_of = torch.tensor(first)[index // tile] + rank
         places.append(tile_of * tile + index % tile)
     return TileLayout(tile, in_order, active, torch.cat(tokens), torch.cat(places))
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTiles:
+    """Tiles of ``tile`` tokens, sequence after sequence; a sequence's last tile may hold fewer."""
+
+    tile: int
+    tiles: int
+    per_tile: Tensor
+    """int64 [4, tiles]: first token among the step's, tokens, the sequence's first token, its state block."""
+    per_sequence: Tensor
+    """int64 [5, sequences]: first tile, tiles, first token, last token, state block."""
+
+
+def chunk_tiles(starts: list[int], counts: list[int], blocks: list[int], device: torch.device) -> ChunkTiles:
+    """Tiles of sequences of ``counts`` tokens that begin at ``starts``, with their indices on ``device``."""
+    tiles = [-(-n // TILE) for n in counts]
+    sequence = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(tiles))
+    first_tile = torch.tensor([0, *tiles[:-1]]).cumsum(0)
+    begin, count, block = (torch.tensor(values)[sequence] for values in (starts, counts, blocks))
+    offset = (torch.arange(len(sequence)) - first_tile[sequence]) * TILE
+    per_tile = torch.stack([begin + offset, (count - offset).clamp(max=TILE), begin, block])
+    last = [a + n - 1 for a, n in zip(starts, counts, strict=True)]
+    per_sequence = torch.stack([first_tile, *map(torch.tensor, (tiles, starts, last, blocks))])
+    return ChunkTiles(TILE, len(sequence), upload(per_tile, device), upload(per_sequence, device))

@@ -186,13 +186,19 @@ def convolve(
         CHANNELS=CHANNELS,
         num_warps=4,
     )
+    move_windows(raw, windows, first, last, blocks)
+    return out
+
+
+def move_windows(raw: Tensor, windows: Tensor, first: Tensor, last: Tensor, blocks: Tensor) -> None:
+    """Windows move on by the tokens of their rows, in place; arguments as for ``convolve``."""
+    channels, taps = raw.shape[1], windows.shape[1] + 1
     start.launch(
         _window_kernel,
-        (first.shape[0], parts),
+        (first.shape[0], triton.cdiv(channels, CHANNELS)),
         *(raw, windows, first, last, blocks, raw.stride(0), windows.stride(0), channels),
         TAPS=taps,
         ROWS=triton.next_power_of_2(taps),
         CHANNELS=CHANNELS,
         num_warps=1,
     )
-    return out

@@ -16,7 +16,7 @@ from torch import Tensor
 from k3stack.kernels import launch as start
 from k3stack.kernels.activation.glu import Glu
 from k3stack.kernels.activation.triton import glu
-from k3stack.kernels.moe import triton_decode
+from k3stack.kernels.moe import triton_chunk, triton_decode
 from k3stack.kernels.mxfp4.triton import SHIFT, halves, unpack
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 
@@ -250,6 +250,8 @@ def experts(
     ``total`` (None: E) that ``ids`` int64 names; choices of others add nothing."""
     tokens, top_k = ids.shape
     mean = tokens * top_k / (total or w13.shape[0])
+    if mean > FEW and x.dtype == torch.bfloat16 and triton_chunk.fits(w13):
+        return triton_chunk.experts(x, ids, weights, w13, w2, activation, first)
     lists, counts = group(ids, w13.shape[0], first)
     if isinstance(w13, Mxfp4Weight) and isinstance(w2, Mxfp4Weight) and x.dtype == torch.bfloat16 and mean <= FEWEST:
         rows = triton_decode.ONE if tokens == 1 else triton_decode.SOME

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from k3stack.kernels import launch as start
 from k3stack.kernels.launch import next_power_of_two
+from k3stack.kernels.residual import triton_chunk
 
+MANY = 1024
+"""Tokens from which on a kernel of its own is taken."""
 NOTHING, ADD, REPLACE = 0, 1, 2
 """What happens to the last row before the mix: nothing, ``+= y``, ``= y``."""
 
@@ -87,7 +90,7 @@ def mix_norm(
     normed = None if weight is None else torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)
     block = next_power_of_two(width)
     start.launch(
-        _mix_kernel,
+        triton_chunk._mix_kernel if tokens >= MANY else _mix_kernel,
         (tokens,),
         *(rows, rows if y is None else y.contiguous(), score, score if weight is None else weight),
         *(rows if out is None else out, rows if normed is None else normed),

@@ -15,6 +15,7 @@ from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 from k3stack.kernels.precision import wide_dtype
 from k3stack.kernels.select import Kernels
 from k3stack.models.capture import Capture
+from k3stack.models.exchange import Exchange
 from k3stack.models.layers.part import Part, Slot, empty, matrix
 from k3stack.models.share import WHOLE, Share
 
@@ -94,6 +95,10 @@ class DenseFfn(Part):
     def __call__(self, x: Tensor, layer: int, capture: Capture | None) -> Tensor:
         return self.mlp(x)
 
+    def sharded(self, x: Tensor, exchange: Exchange) -> Tensor:
+        """x [S, hidden] -> [S, hidden] of the rank's share of tokens."""
+        return exchange.scatter(self.mlp(*exchange.gather(x)))[0]
+
 
 class MoeFfn(Part):
     """Routed experts (in the latent width where there is one) plus the shared MLP on the full width."""
@@ -170,3 +175,26 @@ class MoeFfn(Part):
                 routed = self.kernels.rms_norm(routed, self.latent_norm, self.eps)
             routed = self.kernels.linear(routed, self.up)
         return routed if self.shared is None else routed.add_(self.shared(x))
+
+    def sharded(self, x: Tensor, exchange: Exchange) -> Tensor:
+        """x [S, hidden] -> [S, hidden] of the rank's share of tokens: router and latent projections run on the share,
+        the rank's experts and its part of the shared MLP on all tokens."""
+        moe, kernels = self.moe, self.kernels
+        logits = kernels.router_logits(x, self.router)
+        choice = kernels.route(logits, self.bias, moe.top_k, moe.scaling_factor, moe.renormalize)
+        z = x if moe.latent is None else kernels.linear(x, self.down)
+        own = (self.local.start, moe.experts) if len(self.local) < moe.experts else ()
+        if moe.latent is None:
+            x, ids, weights = exchange.gather(x, *choice)
+            z = x
+        else:
+            x, z, ids, weights = exchange.gather(x, z, *choice)
+        partials = [kernels.experts(z, ids, weights, self.w13, self.w2, self.act, *own)]
+        if self.shared is not None:
+            partials.append(self.shared(x))
+        routed, *shared = exchange.scatter(*partials)
+        if moe.latent is not None:
+            if self.latent_norm is not None:
+                routed = kernels.rms_norm(routed, self.latent_norm, self.eps)
+            routed = kernels.linear(routed, self.up)
+        return routed + shared[0] if shared else routed

@@ -11,6 +11,7 @@ from k3stack.config.geometry import ModelGeometry
 from k3stack.kernels.precision import wide_dtype, widen
 from k3stack.kernels.select import Kernels
 from k3stack.models.batch import Step, Tail
+from k3stack.models.exchange import Exchange
 from k3stack.models.layers.part import Part, Slot, empty, first, matrix, taps_first
 from k3stack.models.views import ArenaViews
 
@@ -18,7 +19,8 @@ L2_EPS = 1e-6
 
 
 class KdaAttention(Part):
-    """``index`` counts KDA layers from 0. All projections of the input are one weight: q, k, v, f_a, gate, b."""
+    """``index`` counts KDA layers from 0. All projections of the input are one weight: q, k, v, gate and b, of which
+    ranks hold their heads' rows, then f_a (and a low-rank gate's first half), of which every rank holds all."""
 
     PRODUCTS = ("w_in", "w_f", "w_g", "w_out")
 
@@ -30,12 +32,15 @@ class KdaAttention(Part):
         self.heads, self.head_dim, self.width = kda.heads, kda.head_dim, kda.width
         self.lower_bound = kda.gate_lower_bound
         self.full_rank = kda.full_rank_gate
-        gate = self.width if self.full_rank else self.head_dim
-        sizes = (3 * self.width, self.head_dim, gate, self.heads)
-        self.sizes = (*sizes, -sum(sizes) % kernels.row_multiple)
+        own = (3 * self.width, self.width if self.full_rank else 0, self.heads)
+        low = (self.head_dim, 0 if self.full_rank else self.head_dim)
+        fill = [-sum(n) % kernels.row_multiple for n in (own, low)]
+        self.sizes = (*own, fill[0], *low, fill[1])
+        self.own_rows = sum(own) + fill[0]
         wide = wide_dtype(dtype)
         self.w_in = matrix(sum(self.sizes), hidden, dtype=dtype, device=device)
-        self.w_in[sum(sizes) :] = 0
+        for rows in (self.w_in[sum(own) : self.own_rows], self.w_in[self.own_rows + sum(low) :]):
+            rows.zero_()
         self.w_f = matrix(self.width, self.head_dim, dtype=dtype, device=device)
         self.w_g = None if self.full_rank else matrix(self.width, self.head_dim, dtype=dtype, device=device)
         self.w_out = matrix(hidden, self.width, dtype=dtype, device=device)
@@ -46,7 +51,7 @@ class KdaAttention(Part):
 
     def slots(self) -> dict[str, Slot]:
         w = self.width
-        _, fa, gate, b, _ = self.w_in.split(list(self.sizes))
+        _, gate, b, _, fa, ga, _ = self.w_in.split(list(self.sizes))
         slots = {f"kda.{n}_proj": Slot(self.w_in[i * w : (i + 1) * w]) for i, n in enumerate("qkv")}
         slots |= {f"kda.{n}_conv1d": Slot(self.conv[:, i * w : (i + 1) * w], taps_first) for i, n in enumerate("qkv")}
         slots |= {
@@ -60,7 +65,7 @@ class KdaAttention(Part):
         }
         if self.w_g is None:
             return slots | {"kda.g_proj": Slot(gate)}
-        return slots | {"kda.g_a_proj": Slot(gate), "kda.g_b_proj": Slot(self.w_g)}
+        return slots | {"kda.g_a_proj": Slot(ga), "kda.g_b_proj": Slot(self.w_g)}
 
     def finish(self) -> None:
         self.exp_a.exp_()
@@ -68,36 +73,79 @@ class KdaAttention(Part):
     def __call__(self, x: Tensor, step: Step, views: ArenaViews, tail: Tail | None = None) -> Tensor:
         """x [T, hidden] (normed) -> [T, hidden], or [N, hidden] of the ``tail``'s tokens; states and windows of the
         step's rows move on in place."""
-        tokens, heads, k = x.shape[0], self.heads, self.head_dim
-        raw, f, gate, b, _ = self.kernels.linear(x, self.w_in).split(self.sizes, dim=1)
-        if step.all_decode and self.kernels.kda_step is not None:
-            y = self._whole_step(self.kernels.kda_step, (raw, f, gate, b), step, views)
-            return self.kernels.linear(y if tail is None else y[tail.tokens], self.w_out)
-        z = self.kernels.linear(f, self.w_f) + self.dt_bias
-        g = self.kernels.log_decay(z.view(tokens, heads, k), self.exp_a, self.lower_bound)
+        raw, gate, b, _, f, low, _ = self.kernels.linear(x, self.w_in).split(self.sizes, dim=1)
+        y = self._between((raw, f, gate if self.full_rank else low, b), step, views, tail)
+        return self.kernels.linear(y, self.w_out)
+
+    def sharded(self, x: Tensor, step: Step, views: ArenaViews, exchange: Exchange) -> Tensor:
+        """x [S, hidden], the rank's share of a step's tokens -> its heads' part of the outputs [T, hidden]. What every
+        rank would compute alike is computed of the share."""
+        x, low = exchange.gather(x, self.kernels.linear(x, self.w_in[self.own_rows :]))
+        raw, gate, b, _ = self.kernels.linear(x, self.w_in[: self.own_rows]).split(self.sizes[:4], dim=1)
+        f, gate_low, _ = low.split(self.sizes[4:], dim=1)
+        y = self._between((raw, f, gate if self.full_rank else gate_low, b), step, views)
+        return self.kernels.linear(y, self.w_out)
+
+    def _between(
+        self, projected: tuple[Tensor, ...], step: Step, views: ArenaViews, tail: Tail | None = None
+    ) -> Tensor:
+        """From the input's projections raw, f, gate and b of T tokens to [T, width], or that of the ``tail``'s."""
+        kernels, raw = self.kernels, projected[0]
+        if step.all_decode and kernels.kda_step is not None:
+            y = self._whole_step(kernels.kda_step, projected, step, views)
+            return y if tail is None else y[tail.tokens]
+        if not step.all_decode and kernels.kda_chunks is not None:
+            y = self._whole_chunks(kernels.kda_chunks, projected, step, views)
+            return y if tail is None else y[tail.tokens]
+        _, f, gate, b = projected
+        tokens, heads, k = raw.shape[0], self.heads, self.head_dim
+        z = kernels.linear(f, self.w_f) + self.dt_bias
+        g = kernels.log_decay(z.view(tokens, heads, k), self.exp_a, self.lower_bound)
         beta = torch.sigmoid(widen(b))
         qkv = self._convolve(raw, step, views.window(self.index))
-        qk = self.kernels.l2_norm(qkv[:, : 2 * self.width].view(tokens, 2 * heads, k), L2_EPS)
+        qk = kernels.l2_norm(qkv[:, : 2 * self.width].view(tokens, 2 * heads, k), L2_EPS)
         v = qkv[:, 2 * self.width :].view(tokens, heads, k)
         o = self._recur(qk[:, :heads], qk[:, heads:], v, g, beta, step, views.recurrent(self.index))
         if tail is not None:
             o, gate, tokens = o[tail.tokens], gate[tail.tokens], len(tail.lengths)
         if self.w_g is not None:
-            gate = self.kernels.linear(gate, self.w_g)
-        y = self.kernels.gated_rms_norm(o, gate.reshape(tokens, heads, k), self.norm, self.eps)
-        return self.kernels.linear(y.view(tokens, self.width), self.w_out)
+            gate = kernels.linear(gate, self.w_g)
+        y = kernels.gated_rms_norm(o, gate.reshape(tokens, heads, k), self.norm, self.eps)
+        return y.view(tokens, self.width)
 
     def _whole_step(
         self, run: Callable[..., Tensor], projected: tuple[Tensor, ...], step: Step, views: ArenaViews
     ) -> Tensor:
         """A decode step in one kernel: [R, width], to be projected out."""
+        arena = (views.window(self.index), views.recurrent(self.index), step.decode_block_index)
+        return run(*self._gates(projected), *self._vectors, *arena, self.lower_bound, self.eps)
+
+    def _whole_chunks(
+        self, run: Callable[..., None], projected: tuple[Tensor, ...], step: Step, views: ArenaViews
+    ) -> Tensor:
+        """Chunks, and decode rows beside them, from the projections on: [T, width], to be projected out."""
+        inputs = self._gates(projected)
+        out = inputs[0].new_empty(inputs[0].shape[0], self.width)
+        if step.decode_count and self.kernels.kda_step is not None:
+            t = step.decode_tokens
+            arena = (views.window(self.index), views.recurrent(self.index), step.decode_block_index)
+            rows = (x[t] for x in inputs)
+            out[t] = self.kernels.kda_step(*rows, *self._vectors, *arena, self.lower_bound, self.eps)
+        arena = (views.window(self.index), views.recurrent(self.index), step.chunk_tiles)
+        run(*inputs, *self._vectors, *arena, self.lower_bound, self.eps, out)
+        return out
+
+    @property
+    def _vectors(self) -> tuple[Tensor, ...]:
+        return self.conv, self.exp_a, self.dt_bias, self.norm
+
+    def _gates(self, projected: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """With the decay's and the gate's second projections."""
         raw, f, gate, b = projected
         f = self.kernels.linear(f, self.w_f)
         if self.w_g is not None:
             gate = self.kernels.linear(gate, self.w_g)
-        vectors = (self.conv, self.exp_a, self.dt_bias, self.norm)
-        arena = (views.window(self.index), views.recurrent(self.index), step.decode_block_index)
-        return run(raw, f, gate, b, *vectors, *arena, self.lower_bound, self.eps)
+        return raw, f, gate, b
 
     def _convolve(self, raw: Tensor, step: Step, windows: Tensor) -> Tensor:
         if self.kernels.convolve is not None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from k3stack.config.geometry import ModelGeometry
 from k3stack.kernels.select import Kernels
 from k3stack.models.batch import Step, Tail
+from k3stack.models.exchange import Exchange
 from k3stack.models.layers.part import Part, Slot, empty, matrix
 from k3stack.models.views import ArenaViews
 
@@ -80,6 +81,23 @@ class MlaAttention(Part):
             o = self.kernels.mla_decode(q, rows, tail.pages, lengths, self.kv_b)
         o = self.kernels.output_gate(o, gate) if self.output_gate else o.reshape(tokens, self.out_width)
         return self.kernels.linear(o, self.w_out)
+
+    def sharded(self, x: Tensor, step: Step, views: ArenaViews, exchange: Exchange) -> Tensor:
+        """x [S, hidden], the rank's share of a step's tokens -> its heads' part of the outputs [T, hidden]. What every
+        rank would compute alike (cache rows, a low-rank query's first half) is computed of the share."""
+        kernels, kv = self.kernels, self.kernels.linear(x, self.w_kv)
+        if self.q_lora is None:
+            x, kv = exchange.gather(x, kv)
+            q, gate = kernels.linear(x, self.w_in).split(self.sizes, dim=1)
+        else:
+            q = kernels.rms_norm(kernels.linear(x, self.w_in[: self.q_lora]), self.q_norm, self.latent_eps)
+            x, kv, q = exchange.gather(x, kv, q)
+            q, gate = kernels.linear(q, self.w_q), kernels.linear(x, self.w_in[self.q_lora :])
+        rows = views.rows(self.index)
+        kernels.write_rows(kv, self.kv_norm, self.latent_eps, rows, *step.cache_slots(rows.shape[1]))
+        o = self._attend(q.reshape(x.shape[0], self.heads, self.qk_dim), rows, step)
+        o = kernels.output_gate(o, gate) if self.output_gate else o.reshape(-1, self.out_width)
+        return kernels.linear(o, self.w_out)
 
     def _attend(self, q: Tensor, rows: Tensor, step: Step) -> Tensor:
         lengths = step.lengths() if self.kernels.device_tables else step.decode_lengths

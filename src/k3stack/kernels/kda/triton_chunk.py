@@ -1,0 +1,367 @@
+"""KDA of chunks in Triton: many sequences at once, states and windows read from and written to arena blocks.
+
+Chunked form of the recurrence over tiles of 64 tokens (``cpu.prefill`` has the formulas), in a handful of kernels: from
+the projections to convolved, normalised q, k, v and the running log decay of each tile; everything of a tile that does
+not need the state; the states from tile to tile; the outputs with their gated norm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from k3stack.kernels import launch as start
+from k3stack.kernels.kda.layout import SUB, ChunkTiles
+from k3stack.kernels.kda.triton import L2_EPS, move_windows
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Warps of the kernels; of the one that carries states, columns of a state and stages."""
+
+    prepare: int = 16
+    diagonal: int = 8
+    inside: int = 4
+    solve: int = 4
+    values: int = 64
+    carry: int = 4
+    stages: int = 3
+    output: int = 8
+
+
+TUNED = Options()
+FACTOR_LIMIT = 84.0
+"""Largest decay (nats) over a sub-chunk that is split into factors at its middle."""
+
+
+@triton.jit
+def _convolve(raw, windows, conv, first, begin, here, channel, raw_row, channels, TAPS: tl.constexpr, C: tl.constexpr):
+    """Convolution and SiLU of a tile's tokens [C, channels of ``channel``]."""
+    t = first + tl.arange(0, C)
+    y = tl.zeros([C, channel.shape[0]], tl.float32)
+    for j in tl.static_range(TAPS):
+        back = t - (TAPS - 1) + j
+        seen = (here & (back >= begin))[:, None]
+        x = tl.load(raw + back[:, None] * raw_row + channel[None, :], mask=seen, other=0.0)
+        slot = back - begin + (TAPS - 1)
+        old = (here & (back < begin))[:, None]
+        past = tl.load(windows + slot[:, None] * channels + channel[None, :], mask=old, other=0.0)
+        y += (x.to(tl.float32) + past.to(tl.float32)) * tl.load(conv + j * channels + channel)[None, :]
+    return y / (1 + tl.exp(-y))
+
+
+@triton.jit
+def _prepare_kernel(
+    raw, f, b, conv, exp_a, dt_bias, windows, tiles, q, k, v, c, beta,
+    raw_row, f_row, b_row, window_block, width, count, scale, lower_bound, l2_eps,
+    K: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """One head of one tile: q (scaled), k, v, the running sum of its log decay, beta; zeros where no token is."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    first = tl.load(tiles + tile)
+    here = tl.arange(0, C) < tl.load(tiles + count + tile)
+    begin = tl.load(tiles + 2 * count + tile)
+    own = windows + tl.load(tiles + 3 * count + tile) * window_block
+    r = tl.arange(0, C)
+    i = head * K + tl.arange(0, K)
+    at = (tile * tl.num_programs(1) + head).to(tl.int64) * C
+    to = at * K + r[:, None] * K + tl.arange(0, K)[None, :]
+    a = tl.load(exp_a + head)
+    z = tl.load(f + (first + r)[:, None] * f_row + i[None, :], mask=here[:, None], other=0.0).to(tl.float32)
+    z += tl.load(dt_bias + i)[None, :]
+    if BOUNDED:
+        g = lower_bound / (1 + tl.exp(-a * z))
+    else:
+        g = -a * (tl.maximum(z, 0.0) + tl.log(1 + tl.exp(-tl.abs(z))))
+    tl.store(c + to, tl.cumsum(tl.where(here[:, None], g, 0.0), 0))
+    x = _convolve(raw, own, conv, first, begin, here, i, raw_row, 3 * width, TAPS, C)
+    x = x * (tl.rsqrt(tl.sum(x * x, 1) + l2_eps) * scale)[:, None]
+    tl.store(q + to, x.to(q.dtype.element_ty))
+    x = _convolve(raw, own, conv, first, begin, here, width + i, raw_row, 3 * width, TAPS, C)
+    x = x * tl.rsqrt(tl.sum(x * x, 1) + l2_eps)[:, None]
+    tl.store(k + to, x.to(k.dtype.element_ty))
+    x = _convolve(raw, own, conv, first, begin, here, 2 * width + i, raw_row, 3 * width, TAPS, C)
+    tl.store(v + to, x.to(v.dtype.element_ty))
+    chance = tl.load(b + (first + r) * b_row + head, mask=here, other=0.0).to(tl.float32)
+    tl.store(beta + at + r, tl.where(here, 1 / (1 + tl.exp(-chance)), 0.0))
+
+
+@triton.jit
+def _diagonal_kernel(q, k, c, beta, a_out, qk_out, K: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr):
+    """As program 2 of ``_inside_kernel``, under any decay."""
+    NB: tl.constexpr = C // SUB
+    tile = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    q += tile * C * K
+    k += tile * C * K
+    c += tile * C * K
+    block = tl.arange(0, NB)[:, None, None] * SUB
+    row = tl.arange(0, SUB)[None, :, None]
+    column = tl.arange(0, SUB)[None, None, :]
+    i = tl.arange(0, K)[None, None, :]
+    at = (block + row) * K + i
+    kt = tl.load(k + at).to(tl.float32)
+    qt = tl.load(q + at).to(tl.float32)
+    ct = tl.load(c + at)
+    kk = tl.zeros([NB, SUB, SUB], tl.float32)
+    qk = tl.zeros([NB, SUB, SUB], tl.float32)
+    for j in range(SUB):
+        one = (block + j) * K + i
+        seen = tl.exp(tl.minimum(ct - tl.load(c + one), 0.0)) * tl.load(k + one).to(tl.float32)
+        kk = tl.where(column == j, tl.sum(kt * seen, 2)[:, :, None], kk)
+        qk = tl.where(column == j, tl.sum(qt * seen, 2)[:, :, None], qk)
+    kk = kk * tl.load(beta + tile * C + block + row)
+    to = tile * C * C + (block + row) * C + block + column
+    tl.store(a_out + to, tl.where(row > column, kk, 0.0))
+    tl.store(qk_out + to, tl.where(row >= column, qk, 0.0).to(qk_out.dtype.element_ty))
+
+
+@triton.jit
+def _inside_kernel(
+    q, k, c, beta, a_out, qk_out, q_out, k_out, fade,
+    K: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Some blocks of A = beta k k^T and of q k^T under decay within a tile; q exp(c), k exp(c_C - c) and exp(c_C).
+
+    The decay between two tokens is split at a token between them: program 0 does the tile's halves, split at its
+    middle, program 1 neighbouring sub-chunks, split at their border, both with factors <= 1; program 2 sub-chunks
+    themselves, split at the middle of the range of their decays, which must be bounded.
+    """
+    tile = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    level = tl.program_id(2)
+    q += tile * C * K
+    k += tile * C * K
+    c += tile * C * K
+    PART: tl.constexpr = min(64, K)
+    r = tl.arange(0, C)
+    block = r // SUB
+    border = tl.where(level == 0, C // 2 - 1, r // (2 * SUB) * (2 * SUB) + SUB - 1)
+    kk = tl.zeros([C, C], tl.float32)
+    qk = tl.zeros([C, C], tl.float32)
+    for begin in range(0, K, PART):
+        i = begin + tl.arange(0, PART)
+        at = r[:, None] * K + i[None, :]
+        kt = tl.load(k + at).to(tl.float32)
+        qt = tl.load(q + at).to(tl.float32)
+        ct = tl.load(c + at)
+        if level == 0:
+            end = tl.load(c + (C - 1) * K + i)
+            tl.store(q_out + tile * C * K + at, (qt * tl.exp(ct)).to(q_out.dtype.element_ty))
+            tl.store(k_out + tile * C * K + at, (kt * tl.exp(end[None, :] - ct)).to(k_out.dtype.element_ty))
+            tl.store(fade + tile * K + i, tl.exp(end))
+        if level < 2:
+            up = -tl.abs(ct - tl.load(c + border[:, None] * K + i[None, :]))
+            down = up
+        else:
+            before = tl.load(c + (block * SUB - 1)[:, None] * K + i[None, :], mask=(block > 0)[:, None], other=0.0)
+            last = tl.load(c + (block * SUB + SUB - 1)[:, None] * K + i[None, :])
+            up = ct - 0.5 * (before + last)
+            down = -up
+        column = tl.trans(kt * tl.exp(down))
+        up = tl.exp(up)
+        kk = tl.dot(kt * up, column, kk, input_precision=PRECISION)
+        qk = tl.dot(qt * up, column, qk, input_precision=PRECISION)
+    same = block[:, None] == block[None, :]
+    pair = (block // 2)[:, None] == (block // 2)[None, :]
+    mine = tl.where(level == 2, same, tl.where(level == 1, pair & ~same, ~pair))
+    below = r[:, None] - r[None, :]
+    to = tile * C * C + r[:, None] * C + r[None, :]
+    kk = kk * tl.load(beta + tile * C + r)[:, None]
+    tl.store(a_out + to, tl.where(below > 0, kk, 0.0), mask=mine)
+    tl.store(qk_out + to, tl.where(below >= 0, qk, 0.0).to(qk_out.dtype.element_ty), mask=mine)
+
+
+@triton.jit
+def _solve_kernel(
+    k, v, c, beta, a, w_out, u_out,
+    K: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """With M = (I + A)^-1, w = M beta k exp(c) and u = M beta v, which is stored [K, C]: from any state S, corrected
+    values are u - w S."""
+    tile = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    r = tl.arange(0, C)
+    lower = -tl.load(a + tile * C * C + r[:, None] * C + r[None, :])
+    same = (r // SUB)[:, None] == (r // SUB)[None, :]
+    one = tl.where(r[:, None] == r[None, :], 1.0, 0.0)
+    # Sub-chunks first, all at once, row after row: the inverse's is -A's plus -A's times the rows above.
+    x = tl.where(same, lower, 0.0)
+    for j in range(2, SUB):
+        row = (r % SUB == j)[:, None] & same
+        y = tl.sum(tl.where(row, lower, 0.0), 0)
+        y += tl.sum(y[:, None] * x, 0)
+        x = tl.where(row, y[None, :], x)
+    # Then what is below them: with D the sub-chunks' inverse and N = D L, M = (I - N) (I + N^2) D, as N^4 = 0.
+    x += one
+    n1 = tl.dot(x, tl.where(same, 0.0, lower), input_precision=PRECISION)
+    n2 = tl.dot(n1, n1, input_precision=PRECISION)
+    m = tl.dot(one + n2, x, input_precision=PRECISION)
+    m = tl.dot(one + n1, m, input_precision=PRECISION).to(w_out.dtype.element_ty)
+    b = tl.load(beta + tile * C + r)[:, None]
+    PART: tl.constexpr = min(64, K)
+    for begin in range(0, K, PART):
+        i = begin + tl.arange(0, PART)
+        at = tile * C * K + r[:, None] * K + i[None, :]
+        kt = tl.load(k + at).to(tl.float32) * tl.exp(tl.load(c + at)) * b
+        tl.store(w_out + at, tl.dot(m, kt.to(m.dtype), input_precision=PRECISION).to(m.dtype))
+        vt = tl.load(v + at).to(tl.float32) * b
+        u = tl.dot(m, vt.to(m.dtype), input_precision=PRECISION).to(m.dtype)
+        tl.store(u_out + tile * C * K + i[:, None] * C + r[None, :], tl.trans(u))
+
+
+@triton.jit
+def _carry_kernel(
+    w, u, k, fade, states, sequences, kept, corrected, count, state_block,
+    K: tl.constexpr, C: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Some columns of one head's state through the tiles of one sequence: the state before each, corrected values.
+
+    All transposed, values by keys and values by tokens: state and corrected values then feed the next product from the
+    registers that they were summed in."""
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
+    first = tl.load(sequences + sequence)
+    tiles = tl.load(sequences + count + sequence)
+    block = tl.load(sequences + 4 * count + sequence)
+    i = tl.arange(0, K)[None, :]
+    r = tl.arange(0, C)
+    j = (tl.program_id(2) * VALUES + tl.arange(0, VALUES))[:, None]
+    place = states + block * state_block + head * K * K + i * K + j
+    s = tl.load(place).to(tl.float32)
+    for n in range(tiles):
+        tile = (first + n) * heads + head
+        at = tile * C * K
+        wt = tl.load(w + at + r[:, None] * K + i)
+        ut = tl.load(u + at + j * C + r[None, :])
+        kt = tl.load(k + at + r[:, None] * K + i)
+        faded = tl.load(fade + tile * K + i)
+        rounded = s.to(wt.dtype)
+        tl.store(kept + tile * K * K + j * K + i, rounded)
+        d = ut.to(tl.float32) - tl.dot(rounded, tl.trans(wt), input_precision=PRECISION)
+        d = d.to(wt.dtype)
+        tl.store(corrected + at + j * C + r[None, :], d)
+        s = tl.dot(d, kt, s * faded, input_precision=PRECISION)
+    tl.store(place, s.to(states.dtype.element_ty))
+
+
+@triton.jit
+def _output_kernel(
+    q, qk, kept, corrected, gate, norm, tiles, out, gate_row, out_row, count, eps,
+    K: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Outputs of one head of one tile, with their gated norm."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    first = tl.load(tiles + tile)
+    here = (tl.arange(0, C) < tl.load(tiles + count + tile))[:, None]
+    at = (tile * tl.num_programs(1) + head).to(tl.int64)
+    i = tl.arange(0, K)
+    r = tl.arange(0, C)
+    qt = tl.load(q + at * C * K + r[:, None] * K + i[None, :])
+    s = tl.load(kept + at * K * K + i[:, None] * K + i[None, :])
+    o = tl.dot(qt, tl.trans(s), input_precision=PRECISION)
+    a = tl.load(qk + at * C * C + r[:, None] * C + r[None, :])
+    d = tl.load(corrected + at * C * K + i[:, None] * C + r[None, :])
+    o = tl.dot(a, tl.trans(d), o, input_precision=PRECISION)
+    g = tl.load(gate + (first + r)[:, None] * gate_row + (head * K + i)[None, :], mask=here, other=0.0)
+    o = o * tl.rsqrt(tl.sum(o * o, 1) / K + eps)[:, None] * tl.load(norm + i)[None, :]
+    o = o / (1 + tl.exp(-g.to(tl.float32)))
+    tl.store(out + (first + r)[:, None] * out_row + (head * K + i)[None, :], o.to(out.dtype.element_ty), mask=here)
+
+
+def chunks(
+    raw: Tensor,
+    f: Tensor,
+    gate: Tensor,
+    b: Tensor,
+    conv: Tensor,
+    exp_a: Tensor,
+    dt_bias: Tensor,
+    norm: Tensor,
+    windows: Tensor,
+    states: Tensor,
+    tiles: ChunkTiles,
+    lower_bound: float | None,
+    eps: float,
+    out: Tensor,
+    options: Options = TUNED,
+) -> None:
+    """Chunks of many sequences, from the projections to the gated norm's output; states and windows in place.
+
+    raw [T, 3 P], f [T, P] (before dt_bias), gate [T, P], b [T, H] (rows may lie apart), conv [taps, 3 P], exp_a [H],
+    dt_bias [P], norm [K] fp32, windows [blocks, taps - 1, 3 P], states [blocks, H, K, K] -> rows of ``out`` [T, P] of
+    the tokens that ``tiles`` names; the others stay.
+    """
+    heads, k = b.shape[1], states.shape[2]
+    n, c = tiles.tiles, tiles.tile
+
+    def room(*shape: int, dtype: torch.dtype = raw.dtype) -> Tensor:
+        return torch.empty(n, heads, *shape, dtype=dtype, device=raw.device)
+
+    fp32 = torch.float32
+    q, key, v, end_q, end_k, w, u = (room(c, k) for _ in range(7))
+    decay, beta, fade, a = room(c, k, dtype=fp32), room(c, dtype=fp32), room(k, dtype=fp32), room(c, c, dtype=fp32)
+    qk, kept, corrected = room(c, c), room(k, k), room(c, k)
+    sizes = {"K": k, "C": c}
+    precision = {"PRECISION": "ieee" if raw.dtype == fp32 else "tf32"}
+    start.launch(
+        _prepare_kernel,
+        (n, heads),
+        *(raw, f, b, conv, exp_a, dt_bias, windows, tiles.per_tile, q, key, v, decay, beta),
+        *(raw.stride(0), f.stride(0), b.stride(0), windows.stride(0), heads * k, n, k**-0.5),
+        *(0.0 if lower_bound is None else lower_bound, L2_EPS),
+        **sizes,
+        TAPS=conv.shape[0],
+        BOUNDED=lower_bound is not None,
+        num_warps=options.prepare,
+    )
+    move_windows(raw, windows, *tiles.per_sequence[2:])
+    factored = lower_bound is not None and -lower_bound * SUB <= FACTOR_LIMIT
+    inside = (q, key, decay, beta, a, qk)
+    if not factored:
+        start.launch(_diagonal_kernel, (n, heads), *inside, **sizes, SUB=SUB, num_warps=options.diagonal)
+    start.launch(
+        _inside_kernel,
+        (n, heads, 3 if factored else 2),
+        *(*inside, end_q, end_k, fade),
+        **sizes,
+        SUB=SUB,
+        **precision,
+        num_warps=options.inside,
+        num_stages=1,
+    )
+    start.launch(
+        _solve_kernel,
+        (n, heads),
+        *(key, v, decay, beta, a, w, u),
+        **sizes,
+        SUB=SUB,
+        **precision,
+        num_warps=options.solve,
+        num_stages=1,
+    )
+    sequences = tiles.per_sequence.shape[1]
+    values = min(options.values, k)
+    start.launch(
+        _carry_kernel,
+        (sequences, heads, k // values),
+        *(w, u, end_k, fade, states, tiles.per_sequence, kept, corrected, sequences, states.stride(0)),
+        **sizes,
+        VALUES=values,
+        **precision,
+        num_warps=options.carry,
+        num_stages=options.stages,
+    )
+    start.launch(
+        _output_kernel,
+        (n, heads),
+        *(end_q, qk, kept, corrected, gate, norm, tiles.per_tile, out),
+        *(gate.stride(0), out.stride(0), n, eps),
+        **sizes,
+        **precision,
+        num_warps=options.output,
+    )

@@ -1,0 +1,353 @@
+"""Experts of a prompt's chunk: many tokens an expert, so what counts is how busy the matrix units are.
+
+Tokens are first copied expert after expert. A product is formed transposed, weight rows by tokens: Hopper's matrix
+instruction takes its first operand from registers, so that an unpacked MXFP4 weight never passes through memory. One
+program unpacks each of its weights once for as many tokens as two accumulators hold (``Tiles.m`` and ``Tiles.more``).
+
+A byte of MXFP4 holds two neighbouring columns. Unpacked, the even columns of a tile come first, then the odd ones;
+activations are stored in the same order, tile by tile (``_column``), and nothing has to be interleaved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from k3stack.kernels import launch as start
+from k3stack.kernels.activation.glu import Glu
+from k3stack.kernels.activation.triton import glu
+from k3stack.kernels.mxfp4.triton import SHIFT, unpack
+from k3stack.kernels.mxfp4.weight import Mxfp4Weight
+
+Experts = Tensor | Mxfp4Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Tokens of one pass (``m`` and ``more``), weight rows, warps, stages."""
+
+    m: int
+    more: int
+    n: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Tiles of the two products, and the columns of a tile, for both alike."""
+
+    into: Tiles
+    out: Tiles
+    k: int
+
+
+PACKED = Plan(Tiles(128, 32, 64, 4, 4), Tiles(128, 64, 64, 4, 3), 64)
+PLAIN = Plan(Tiles(128, 0, 128, 8, 3), Tiles(128, 0, 256, 8, 3), 64)
+PASSES = 2
+"""Programs that share an expert's tokens: what the first pass leaves is another program's."""
+PLACED = 1024
+"""Choices that a program of the placing kernel looks at."""
+
+
+@triton.jit
+def _column(d, K: tl.constexpr, PACKED: tl.constexpr):
+    """The column that is stored at place ``d``."""
+    if PACKED:
+        return d // K * K + d % (K // 2) * 2 + d % K // (K // 2)
+    else:
+        return d
+
+
+@triton.jit
+def _place_kernel(ids, slots, counts, first, experts, total, BLOCK: tl.constexpr):
+    """How many choices fell on each expert here, and which of them each choice is."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(ids + i, mask=i < total, other=-1) - first
+    here = (expert >= 0) & (expert < experts) & (i < total)
+    slot = tl.atomic_add(counts + tl.where(here, expert, 0), 1, mask=here)
+    tl.store(slots + i, tl.where(here, slot, -1), mask=i < total)
+
+
+@triton.jit
+def _before(counts, expert, experts, EXPERTS: tl.constexpr):
+    """Choices of the experts before ``expert``."""
+    e = tl.arange(0, EXPERTS)
+    return tl.sum(tl.load(counts + e, mask=(e < experts) & (e < expert), other=0), 0)
+
+
+@triton.jit
+def _gather_kernel(
+    x, ids, slots, counts, rows, out, first, experts, x_row, width,
+    TOPK: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy one token to the rows of its choices, which are noted (-1: none)."""
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    for j in range(TOPK):
+        choice = token * TOPK + j
+        slot = tl.load(slots + choice)
+        row = slot
+        if slot >= 0:
+            row = _before(counts, tl.load(ids + choice) - first, experts, EXPERTS) + slot
+            value = tl.load(x + token * x_row + _column(d, K, PACKED), mask=d < width, other=0.0)
+            tl.store(out + row.to(tl.int64) * width + d, value, mask=d < width)
+        tl.store(rows + choice, row)
+
+
+@triton.jit
+def _scales(scale, rows, step, WIDTH: tl.constexpr, K: tl.constexpr):
+    """Scales of one pass's columns; after the last pass once more its own."""
+    g = tl.minimum(step, WIDTH // K - 1) * (K // 32) + tl.arange(0, K // 32)
+    return tl.load(scale + rows[:, None] * (WIDTH // 32) + g[None, :])
+
+
+@triton.jit
+def _weights(
+    w, byte, rows, step,
+    WIDTH: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """One pass's columns of N weight rows [N, K]. byte [N, K / 32]: their scales."""
+    if PACKED:
+        c = step * (K // 2) + tl.arange(0, K // 2)
+        codes = tl.load(w + rows[:, None] * (WIDTH // 2) + c[None, :])
+        byte = tl.reshape(tl.broadcast_to(byte[:, :, None], [N, K // 32, 16]), [N, K // 2])
+        low, high = unpack(codes, byte, tl.bfloat16 == DTYPE)
+        both = tl.join(low.to(DTYPE), high.to(DTYPE))
+        return tl.reshape(tl.permute(both, (0, 2, 1)), [N, K])
+    else:
+        return tl.load(w + rows[:, None] * WIDTH + (step * K + tl.arange(0, K))[None, :])
+
+
+@triton.jit
+def _tokens(x, step, WIDTH: tl.constexpr, M: tl.constexpr, K: tl.constexpr):
+    """One pass's columns of M tokens, [K, M]."""
+    at = tl.arange(0, M)[:, None] * WIDTH + (step * K + tl.arange(0, K))[None, :]
+    return tl.trans(tl.load(x + at))
+
+
+@triton.jit
+def _in_kernel(
+    x, w, scale, counts, out, experts, beta, linear_beta, factor,
+    WIDTH: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr, SITU: tl.constexpr, PACKED: tl.constexpr,
+    M: tl.constexpr, MORE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PASSES: tl.constexpr,
+):  # fmt: skip
+    """N inner columns of one expert's tokens: gate, up, activation."""
+    expert = tl.program_id(1).to(tl.int64)
+    count = tl.load(counts + expert)
+    first = _before(counts, expert, experts, EXPERTS).to(tl.int64)
+    PER: tl.constexpr = 2 if PACKED else 1
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    w += expert * 2 * INNER * (WIDTH // PER)
+    w_up = w + INNER * (WIDTH // PER)
+    scale += expert * 2 * INNER * (WIDTH // 32)
+    scale_up = scale + INNER * (WIDTH // 32)
+    d = tl.program_id(0) * N + tl.arange(0, N)
+    rows = _column(d, K, PACKED)
+    for m0 in range(tl.program_id(2) * (M + MORE), count, PASSES * (M + MORE)):
+        xs = x + (first + m0) * WIDTH
+        gate = tl.zeros([N, M], tl.float32)
+        up = tl.zeros([N, M], tl.float32)
+        if MORE:
+            gate_2 = tl.zeros([N, MORE], tl.float32)
+            up_2 = tl.zeros([N, MORE], tl.float32)
+        byte = 0
+        byte_up = 0
+        if PACKED:
+            byte = _scales(scale, rows, 0, WIDTH, K)
+            byte_up = _scales(scale_up, rows, 0, WIDTH, K)
+        for step in range(WIDTH // K):
+            if PACKED:
+                # Scales are too few for the copies ahead that the compiler makes: those of the next pass are taken now.
+                next_byte = _scales(scale, rows, step + 1, WIDTH, K)
+                next_up = _scales(scale_up, rows, step + 1, WIDTH, K)
+            t = _tokens(xs, step, WIDTH, M, K)
+            if MORE:
+                t_2 = _tokens(xs + M * WIDTH, step, WIDTH, MORE, K)
+            a = _weights(w, byte, rows, step, WIDTH, N, K, PACKED, DTYPE)
+            gate = tl.dot(a, t, gate, input_precision="ieee")
+            if MORE:
+                gate_2 = tl.dot(a, t_2, gate_2, input_precision="ieee")
+            a = _weights(w_up, byte_up, rows, step, WIDTH, N, K, PACKED, DTYPE)
+            up = tl.dot(a, t, up, input_precision="ieee")
+            if MORE:
+                up_2 = tl.dot(a, t_2, up_2, input_precision="ieee")
+            if PACKED:
+                byte = next_byte
+                byte_up = next_up
+        to = out + (first + m0) * INNER
+        _store_inner(to, gate, up, d, count - m0, beta, linear_beta, factor, INNER, SITU, M)
+        if MORE:
+            _store_inner(to + M * INNER, gate_2, up_2, d, count - m0 - M, beta, linear_beta, factor, INNER, SITU, MORE)
+
+
+@triton.jit
+def _store_inner(
+    out, gate, up, d, count, beta, linear_beta, factor, INNER: tl.constexpr, SITU: tl.constexpr, M: tl.constexpr
+):
+    m = tl.arange(0, M)
+    # The products are rounded as the reference rounds them.
+    gate = (gate * factor).to(out.dtype.element_ty).to(tl.float32)
+    up = (up * factor).to(out.dtype.element_ty).to(tl.float32)
+    y = glu(gate, up, beta, linear_beta, SITU).to(out.dtype.element_ty)
+    tl.store(out + m[None, :] * INNER + d[:, None], y, mask=(m < count)[None, :])
+
+
+@triton.jit
+def _out_kernel(
+    x, w, scale, counts, out, experts, factor,
+    INNER: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, PACKED: tl.constexpr,
+    M: tl.constexpr, MORE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PASSES: tl.constexpr,
+):  # fmt: skip
+    """N columns of the down product of one expert's tokens."""
+    expert = tl.program_id(1).to(tl.int64)
+    count = tl.load(counts + expert)
+    first = _before(counts, expert, experts, EXPERTS).to(tl.int64)
+    PER: tl.constexpr = 2 if PACKED else 1
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    w += expert * WIDTH * (INNER // PER)
+    scale += expert * WIDTH * (INNER // 32)
+    n = tl.program_id(0) * N + tl.arange(0, N)
+    for m0 in range(tl.program_id(2) * (M + MORE), count, PASSES * (M + MORE)):
+        xs = x + (first + m0) * INNER
+        acc = tl.zeros([N, M], tl.float32)
+        if MORE:
+            acc_2 = tl.zeros([N, MORE], tl.float32)
+        byte = 0
+        if PACKED:
+            byte = _scales(scale, n, 0, INNER, K)
+        for step in range(INNER // K):
+            if PACKED:
+                next_byte = _scales(scale, n, step + 1, INNER, K)
+            t = _tokens(xs, step, INNER, M, K)
+            if MORE:
+                t_2 = _tokens(xs + M * INNER, step, INNER, MORE, K)
+            a = _weights(w, byte, n, step, INNER, N, K, PACKED, DTYPE)
+            acc = tl.dot(a, t, acc, input_precision="ieee")
+            if MORE:
+                acc_2 = tl.dot(a, t_2, acc_2, input_precision="ieee")
+            if PACKED:
+                byte = next_byte
+        to = out + (first + m0) * WIDTH
+        _store_outer(to, acc, n, count - m0, factor, WIDTH, M)
+        if MORE:
+            _store_outer(to + M * WIDTH, acc_2, n, count - m0 - M, factor, WIDTH, MORE)
+
+
+@triton.jit
+def _store_outer(out, acc, n, count, factor, WIDTH: tl.constexpr, M: tl.constexpr):
+    m = tl.arange(0, M)
+    y = (acc * factor).to(out.dtype.element_ty)
+    tl.store(out + m[None, :] * WIDTH + n[:, None], y, mask=(m < count)[None, :])
+
+
+@triton.jit
+def _sum_kernel(results, rows, weights, out, width, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+    """The weighted sum of one token's choices that are here."""
+    token = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for j in range(TOPK):
+        row = tl.load(rows + token * TOPK + j)
+        if row >= 0:
+            value = tl.load(results + row.to(tl.int64) * width + c, mask=c < width, other=0.0)
+            acc += tl.load(weights + token * TOPK + j) * value.to(tl.float32)
+    tl.store(out + token * width + c, acc.to(out.dtype.element_ty), mask=c < width)
+
+
+def plan_for(w13: Experts) -> Plan:
+    return PACKED if isinstance(w13, Mxfp4Weight) else PLAIN
+
+
+def fits(w13: Experts, plan: Plan | None = None) -> bool:
+    """Whether all sizes are whole tiles."""
+    _, double, width = w13.shape
+    plan, inner = plan or plan_for(w13), double // 2
+    return not (width % plan.k or inner % plan.k or inner % plan.into.n or width % plan.out.n)
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Experts,
+    w2: Experts,
+    activation: Glu,
+    first: int = 0,
+    plan: Plan | None = None,
+) -> Tensor:
+    """See ``triton.experts``; sizes as ``fits`` says. In which order an expert's tokens lie is left to chance, and does
+    not matter to the result."""
+    (tokens, top_k), (count, double, width) = ids.shape, w13.shape
+    inner, device, plan = double // 2, x.device, plan or plan_for(w13)
+    packed = isinstance(w13, Mxfp4Weight)
+    slots = torch.empty(tokens, top_k, dtype=torch.int32, device=device)
+    rows = torch.empty_like(slots)
+    counts = torch.zeros(count, dtype=torch.int32, device=device)
+    start.launch(
+        _place_kernel,
+        (triton.cdiv(ids.numel(), PLACED),),
+        *(ids, slots, counts, first, count, ids.numel()),
+        BLOCK=PLACED,
+        num_warps=8,
+    )
+    room = tokens * top_k
+    shared = {"EXPERTS": triton.next_power_of_2(count), "PACKED": packed}
+    # A pass reads beyond the last token; what it finds there stays in columns that nobody stores.
+    grouped = torch.empty(room + plan.into.m + plan.into.more, width, dtype=x.dtype, device=device)
+    start.launch(
+        _gather_kernel,
+        (tokens,),
+        *(x, ids, slots, counts, rows, grouped, first, count, x.stride(0), width),
+        TOPK=top_k,
+        K=plan.k,
+        **shared,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=4,
+    )
+    factor = 2.0**SHIFT.value if packed and x.dtype == torch.bfloat16 else 1.0
+    hidden = torch.empty(room + plan.out.m + plan.out.more, inner, dtype=x.dtype, device=device)
+    start.launch(
+        _in_kernel,
+        (inner // plan.into.n, count, PASSES),
+        *(grouped, *_parts(w13), counts, hidden, count, activation.beta, activation.linear_beta, factor),
+        WIDTH=width,
+        INNER=inner,
+        SITU=activation.kind == "situ",
+        **shared,
+        **_options(plan.into, plan.k),
+    )
+    results = grouped
+    start.launch(
+        _out_kernel,
+        (width // plan.out.n, count, PASSES),
+        *(hidden, *_parts(w2), counts, results, count, factor),
+        INNER=inner,
+        WIDTH=width,
+        **shared,
+        **_options(plan.out, plan.k),
+    )
+    out = torch.empty(tokens, width, dtype=x.dtype, device=device)
+    start.launch(
+        _sum_kernel,
+        (tokens,),
+        *(results, rows, weights, out, width),
+        TOPK=top_k,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=4,
+    )
+    return out
+
+
+def _parts(w: Experts) -> tuple[Tensor, Tensor]:
+    return (w.packed, w.scale) if isinstance(w, Mxfp4Weight) else (w, w)
+
+
+def _options(t: Tiles, k: int) -> dict[str, Any]:
+    sizes = {"M": t.m, "MORE": t.more, "N": t.n, "K": k, "PASSES": PASSES}
+    return {**sizes, "num_warps": t.warps, "num_stages": t.stages}
