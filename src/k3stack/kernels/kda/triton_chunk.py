@@ -8,6 +8,7 @@ not need the state; the states from tile to tile; the outputs with their gated n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -306,8 +307,8 @@ def chunks(
     q, key, v, end_q, end_k, w, u = (room(c, k) for _ in range(7))
     decay, beta, fade, a = room(c, k, dtype=fp32), room(c, dtype=fp32), room(k, dtype=fp32), room(c, c, dtype=fp32)
     qk, kept, corrected = room(c, c), room(k, k), room(c, k)
-    sizes = {"K": k, "C": c}
-    precision = {"PRECISION": "ieee" if raw.dtype == fp32 else "tf32"}
+    sizes: dict[str, Any] = {"K": k, "C": c}
+    precision: dict[str, Any] = {"PRECISION": "ieee" if raw.dtype == fp32 else "tf32"}
     start.launch(
         _prepare_kernel,
         (n, heads),
@@ -321,29 +322,7 @@ def chunks(
     )
     move_windows(raw, windows, *tiles.per_sequence[2:])
     factored = lower_bound is not None and -lower_bound * SUB <= FACTOR_LIMIT
-    inside = (q, key, decay, beta, a, qk)
-    if not factored:
-        start.launch(_diagonal_kernel, (n, heads), *inside, **sizes, SUB=SUB, num_warps=options.diagonal)
-    start.launch(
-        _inside_kernel,
-        (n, heads, 3 if factored else 2),
-        *(*inside, end_q, end_k, fade),
-        **sizes,
-        SUB=SUB,
-        **precision,
-        num_warps=options.inside,
-        num_stages=1,
-    )
-    start.launch(
-        _solve_kernel,
-        (n, heads),
-        *(key, v, decay, beta, a, w, u),
-        **sizes,
-        SUB=SUB,
-        **precision,
-        num_warps=options.solve,
-        num_stages=1,
-    )
+    _within((q, key, v, decay, beta), (a, qk, end_q, end_k, fade, w, u), sizes, precision, options, factored=factored)
     sequences = tiles.per_sequence.shape[1]
     values = min(options.values, k)
     start.launch(
@@ -364,4 +343,42 @@ def chunks(
         **sizes,
         **precision,
         num_warps=options.output,
+    )
+
+
+def _within(
+    inputs: tuple[Tensor, ...],
+    results: tuple[Tensor, ...],
+    sizes: dict[str, Any],
+    precision: dict[str, Any],
+    options: Options,
+    *,
+    factored: bool,
+) -> None:
+    """What needs no state: from q, k, v, c, beta of all tiles to A, q k^T, the decayed q and k, exp(c_C), w and u."""
+    q, k, v, c, beta = inputs
+    a, qk, end_q, end_k, fade, w, u = results
+    n, heads = q.shape[:2]
+    both = (q, k, c, beta, a, qk)
+    if not factored:
+        start.launch(_diagonal_kernel, (n, heads), *both, **sizes, SUB=SUB, num_warps=options.diagonal)
+    start.launch(
+        _inside_kernel,
+        (n, heads, 3 if factored else 2),
+        *(*both, end_q, end_k, fade),
+        **sizes,
+        SUB=SUB,
+        **precision,
+        num_warps=options.inside,
+        num_stages=1,
+    )
+    start.launch(
+        _solve_kernel,
+        (n, heads),
+        *(k, v, c, beta, a, w, u),
+        **sizes,
+        SUB=SUB,
+        **precision,
+        num_warps=options.solve,
+        num_stages=1,
     )
