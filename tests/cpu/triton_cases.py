@@ -129,7 +129,6 @@ def kda_step() -> None:
     for state, bound in ((F32, -5.0), (BF16, None)):
         arena = m(9, 3, 3 * p), m(9, 6, 128, 128, dtype=state), ints(4)
         kda.decode_step(m(4, 3 * p), m(4, p), m(4, p), m(4, 6), *vectors, *arena, bound, 1e-5)
-    kda.convolve(m(64, 3 * p), vectors[0], m(9, 3, 3 * p), ints(64), ints(64), ints(2), ints(2), ints(2))
 
 
 def kda_chunks() -> None:

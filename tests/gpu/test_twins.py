@@ -160,23 +160,6 @@ def test_kda_chunks(dtype: torch.dtype, bound: float | None, heads: int, k: int)
         assert torch.equal(states[block], before[1][block])
 
 
-def test_convolution_of_chunks_and_single_tokens(dtype: torch.dtype) -> None:
-    counts, blocks = [5, 1, 2, 40], [3, 0, 4, 1]
-    raw, conv = draw(48, 136, dtype=dtype)[:, :130], draw(4, 130, seed=1)
-    windows = draw(5, 3, 130, dtype=dtype, seed=2)
-    before = windows.clone()
-    cu = torch.tensor([0, 5, 6, 8, 48], device=DEVICE)
-    row = torch.repeat_interleave(torch.arange(4), torch.tensor(counts)).to(DEVICE)
-    index = torch.tensor(blocks, device=DEVICE)
-    out = kda.convolve(raw, conv, windows, cu[row], index[row], cu[:-1], cu[1:] - 1, index)
-    for r, block in enumerate(blocks):
-        part = slice(int(cu[r]), int(cu[r + 1]))
-        y, window = kda_reference.short_conv(raw[part], conv, before[block])
-        same(out[part], y, torch.float32)
-        assert torch.equal(windows[block].float(), window)
-    assert torch.equal(windows[2], before[2])
-
-
 @pytest.mark.parametrize("heads", [2, 20])
 def test_mla_decode(dtype: torch.dtype, heads: int) -> None:
     lengths = [1, 64, 65, 300, 0]

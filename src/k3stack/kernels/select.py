@@ -46,7 +46,6 @@ class Kernels:
     residual_mix: Callable[[Tensor, Tensor, float], Tensor]
     conv_chunk: Callable[[Tensor, Tensor, Tensor], Tensor]
     conv_decode: Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]
-    """Not called where ``convolve`` is there."""
     log_decay: Callable[[Tensor, Tensor, float | None], Tensor]
     kda_prefill: Callable[..., None]
     kda_decode: Callable[..., Tensor]
@@ -67,8 +66,6 @@ class Kernels:
     """A whole decode step of KDA between its projections (``kda.triton.decode_step``)."""
     kda_chunks: Callable[..., None] | None = None
     """All of KDA between its projections for the chunks of a step (``kda.triton_chunk.chunks``)."""
-    convolve: Callable[..., Tensor] | None = None
-    """The short convolution of all rows of a step (``kda.triton.convolve``)."""
     mla_chunks: Callable[..., list[Tensor]] | None = None
     """``mla_attend`` of all chunks of a step over their pages (``mla.cpu.attend_chunks``)."""
     mix_norm: Callable[..., tuple[Tensor | None, Tensor | None]] | None = None
@@ -132,7 +129,6 @@ def _torch(dtype: torch.dtype, why: str) -> Kernels:
 
 def _triton(dtype: torch.dtype) -> Kernels:
     from k3stack.kernels.activation import triton as fast_activation
-    from k3stack.kernels.kda import cuda as kda_cuda
     from k3stack.kernels.kda import triton as fast_kda
     from k3stack.kernels.kda import triton_chunk as fast_kda_chunk
     from k3stack.kernels.linear import cuda as fast_linear
@@ -160,7 +156,7 @@ def _triton(dtype: torch.dtype) -> Kernels:
         conv_decode=kda.conv_decode,
         log_decay=kda.log_decay,
         kda_prefill=kda.prefill,
-        kda_decode=kda_cuda.decode,
+        kda_decode=kda.decode,
         write_rows=fast_mla.write_rows,
         mla_attend=mla_cuda.attend,
         mla_decode=fast_mla.decode,
@@ -172,7 +168,6 @@ def _triton(dtype: torch.dtype) -> Kernels:
         stacked_experts=True,
         kda_step=fast_kda.decode_step,
         kda_chunks=fast_kda_chunk.chunks,
-        convolve=fast_kda.convolve,
         mix_norm=fast_residual.mix_norm,
     )
 

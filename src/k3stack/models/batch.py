@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,16 +78,6 @@ class Tail:
     """Tokens up to and with each of them."""
 
 
-class RowIndex(NamedTuple):
-    """int64 on the device: of each token [T] its row's first token and block, of each row [R] first, last, block."""
-
-    token_first: Tensor
-    token_block: Tensor
-    first: Tensor
-    last: Tensor
-    blocks: Tensor
-
-
 class Step:
     """A batch split into decode tokens (rows of one token) and chunks."""
 
@@ -114,8 +103,6 @@ class Step:
         self.tail = self._find_tail(batch, counts, host.logits)
         self._slots: tuple[Tensor, Tensor] | None = None
         self._uploaded: dict[str, Tensor] = {}
-        self._row_index: RowIndex | None = None
-        self._blocks = batch.state_blocks
         self._counts, self._starts, self._cu = counts, starts, cu
 
     def _find_tail(self, batch: ForwardBatch, counts: list[int], wanted: list[int]) -> Tail | None:
@@ -162,16 +149,6 @@ class Step:
             values = self.decode_lengths if tail is None else tail.lengths
             self._uploaded[name] = upload_ints(values, self.device, torch.int32)
         return self._uploaded[name]
-
-    def row_index(self) -> RowIndex:
-        """Where the rows lie among the step's tokens, on the device."""
-        if self._row_index is None:
-            cu = upload_ints(self._cu, self.device)
-            counts = torch.tensor(self._counts)
-            row = upload(torch.repeat_interleave(torch.arange(len(self._counts)), counts), self.device)
-            first = cu[:-1]
-            self._row_index = RowIndex(first[row], self._blocks[row], first, cu[1:] - 1, self._blocks)
-        return self._row_index
 
     def _work_out_slots(self, page_rows: int) -> tuple[Tensor, Tensor]:
         table = self.page_table

@@ -1,4 +1,4 @@
-"""KDA in Triton: a whole decode step of one head in one program, and the short convolution of chunks."""
+"""KDA in Triton: a whole decode step of one head in one program, and the windows of chunks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from k3stack.kernels import launch as start
 
 L2_EPS = 1e-6
-TOKENS, CHANNELS = 16, 128
+CHANNELS = 128
 WARPS = 4
 """Of a decode program with heads 128 wide: one head's state is held in registers."""
 
@@ -72,35 +72,6 @@ def _decode_kernel(
 
 
 @triton.jit
-def _conv_kernel(
-    raw, conv, windows, first, blocks, out, raw_row, window_block, tokens, channels,
-    TAPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    live, here = t < tokens, c < channels
-    begin = tl.load(first + t, mask=live, other=0)
-    block = tl.load(blocks + t, mask=live, other=0)
-    y = tl.zeros([TOKENS, CHANNELS], tl.float32)
-    for j in tl.static_range(TAPS):
-        back = t - (TAPS - 1) + j
-        inside = (back >= begin) & live
-        x = tl.load(
-            raw + back[:, None].to(tl.int64) * raw_row + c[None, :], mask=inside[:, None] & here[None, :], other=0.0
-        )
-        slot = back - begin + (TAPS - 1)
-        past = tl.load(
-            windows + (block * window_block + slot * channels)[:, None] + c[None, :],
-            mask=(live & (back < begin))[:, None] & here[None, :],
-            other=0.0,
-        )
-        tap = tl.load(conv + j * channels + c, mask=here, other=0.0)
-        y += (x.to(tl.float32) + past.to(tl.float32)) * tap[None, :]
-    y = y / (1 + tl.exp(-y))
-    tl.store(out + t[:, None].to(tl.int64) * channels + c[None, :], y, mask=live[:, None] & here[None, :])
-
-
-@triton.jit
 def _window_kernel(
     raw, windows, first, last, blocks, raw_row, window_block, channels,
     TAPS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -158,40 +129,11 @@ def decode_step(
     return out
 
 
-def convolve(
-    raw: Tensor,
-    weight: Tensor,
-    windows: Tensor,
-    token_first: Tensor,
-    token_block: Tensor,
-    first: Tensor,
-    last: Tensor,
-    blocks: Tensor,
-) -> Tensor:
-    """Short convolution and SiLU of all tokens of a step, whatever rows they belong to; windows move on in place.
-
-    raw [T, C] (rows may lie apart), weight [taps, C], windows [blocks, taps - 1, C]; per token int64 [T] its row's
-    first token and block, per row int64 [R] its first token, last token and block -> fp32 [T, C].
-    """
-    tokens, channels = raw.shape
-    taps = weight.shape[0]
-    out = torch.empty(tokens, channels, dtype=torch.float32, device=raw.device)
-    parts = triton.cdiv(channels, CHANNELS)
-    start.launch(
-        _conv_kernel,
-        (triton.cdiv(tokens, TOKENS), parts),
-        *(raw, weight, windows, token_first, token_block, out, raw.stride(0), windows.stride(0), tokens, channels),
-        TAPS=taps,
-        TOKENS=TOKENS,
-        CHANNELS=CHANNELS,
-        num_warps=4,
-    )
-    move_windows(raw, windows, first, last, blocks)
-    return out
-
-
 def move_windows(raw: Tensor, windows: Tensor, first: Tensor, last: Tensor, blocks: Tensor) -> None:
-    """Windows move on by the tokens of their rows, in place; arguments as for ``convolve``."""
+    """Windows [blocks, taps - 1, C] move on by the tokens raw [T, C] of their rows, in place.
+
+    The rows of raw may lie apart; per sequence int64 [R] its first token, last token and block.
+    """
     channels, taps = raw.shape[1], windows.shape[1] + 1
     start.launch(
         _window_kernel,

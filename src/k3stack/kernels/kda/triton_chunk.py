@@ -22,19 +22,21 @@ from k3stack.kernels.kda.triton import L2_EPS, move_windows
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Warps of the kernels; of the one that carries states, columns of a state and stages."""
+    """Warps of the kernels; of the one that carries states, columns of a state (0: by their number) and stages."""
 
     prepare: int = 16
     diagonal: int = 8
-    inside: int = 4
+    inside: int = 8
     solve: int = 4
-    values: int = 64
+    values: int = 0
     carry: int = 4
     stages: int = 3
     output: int = 8
 
 
 TUNED = Options()
+PROGRAMS = 264
+"""Programs that fill the device, two a multiprocessor."""
 FACTOR_LIMIT = 84.0
 """Largest decay (nats) over a sub-chunk that is split into factors at its middle."""
 
@@ -72,14 +74,6 @@ def _prepare_kernel(
     i = head * K + tl.arange(0, K)
     at = (tile * tl.num_programs(1) + head).to(tl.int64) * C
     to = at * K + r[:, None] * K + tl.arange(0, K)[None, :]
-    a = tl.load(exp_a + head)
-    z = tl.load(f + (first + r)[:, None] * f_row + i[None, :], mask=here[:, None], other=0.0).to(tl.float32)
-    z += tl.load(dt_bias + i)[None, :]
-    if BOUNDED:
-        g = lower_bound / (1 + tl.exp(-a * z))
-    else:
-        g = -a * (tl.maximum(z, 0.0) + tl.log(1 + tl.exp(-tl.abs(z))))
-    tl.store(c + to, tl.cumsum(tl.where(here[:, None], g, 0.0), 0))
     x = _convolve(raw, own, conv, first, begin, here, i, raw_row, 3 * width, TAPS, C)
     x = x * (tl.rsqrt(tl.sum(x * x, 1) + l2_eps) * scale)[:, None]
     tl.store(q + to, x.to(q.dtype.element_ty))
@@ -88,13 +82,21 @@ def _prepare_kernel(
     tl.store(k + to, x.to(k.dtype.element_ty))
     x = _convolve(raw, own, conv, first, begin, here, 2 * width + i, raw_row, 3 * width, TAPS, C)
     tl.store(v + to, x.to(v.dtype.element_ty))
+    a = tl.load(exp_a + head)
+    z = tl.load(f + (first + r)[:, None] * f_row + i[None, :], mask=here[:, None], other=0.0).to(tl.float32)
+    z += tl.load(dt_bias + i)[None, :]
+    if BOUNDED:
+        g = lower_bound / (1 + tl.exp(-a * z))
+    else:
+        g = -a * (tl.maximum(z, 0.0) + tl.log(1 + tl.exp(-tl.abs(z))))
+    tl.store(c + to, tl.cumsum(tl.where(here[:, None], g, 0.0), 0))
     chance = tl.load(b + (first + r) * b_row + head, mask=here, other=0.0).to(tl.float32)
     tl.store(beta + at + r, tl.where(here, 1 / (1 + tl.exp(-chance)), 0.0))
 
 
 @triton.jit
-def _diagonal_kernel(q, k, c, beta, a_out, qk_out, K: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr):
-    """As program 2 of ``_inside_kernel``, under any decay."""
+def _diagonal_kernel(q, k, c, kk_out, qk_out, K: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr):
+    """Products of keys, and of queries and keys, under any decay, of each sub-chunk of a tile: [C / SUB, SUB, SUB]."""
     NB: tl.constexpr = C // SUB
     tile = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
     q += tile * C * K
@@ -115,65 +117,72 @@ def _diagonal_kernel(q, k, c, beta, a_out, qk_out, K: tl.constexpr, C: tl.conste
         seen = tl.exp(tl.minimum(ct - tl.load(c + one), 0.0)) * tl.load(k + one).to(tl.float32)
         kk = tl.where(column == j, tl.sum(kt * seen, 2)[:, :, None], kk)
         qk = tl.where(column == j, tl.sum(qt * seen, 2)[:, :, None], qk)
-    kk = kk * tl.load(beta + tile * C + block + row)
-    to = tile * C * C + (block + row) * C + block + column
-    tl.store(a_out + to, tl.where(row > column, kk, 0.0))
-    tl.store(qk_out + to, tl.where(row >= column, qk, 0.0).to(qk_out.dtype.element_ty))
+    to = tile * C * SUB + (block + row) * SUB + column
+    tl.store(kk_out + to, kk)
+    tl.store(qk_out + to, qk)
+
+
+@triton.jit
+def _both(q, k, factor, inverse, kk, qk, PRECISION: tl.constexpr):
+    """Add the products of keys, and of queries, with keys: rows times ``factor``, columns times ``inverse``."""
+    column = tl.trans(k * inverse)
+    kk = tl.dot(k * factor, column, kk, input_precision=PRECISION)
+    qk = tl.dot(q * factor, column, qk, input_precision=PRECISION)
+    return kk, qk
 
 
 @triton.jit
 def _inside_kernel(
-    q, k, c, beta, a_out, qk_out, q_out, k_out, fade,
-    K: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, c, beta, near_kk, near_qk, a_out, qk_out, q_out, k_out, fade,
+    K: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr, FACTORED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some blocks of A = beta k k^T and of q k^T under decay within a tile; q exp(c), k exp(c_C - c) and exp(c_C).
+    """A = beta k k^T and q k^T under decay within a tile, q exp(c), k exp(c_C - c) and exp(c_C).
 
-    The decay between two tokens is split at a token between them: program 0 does the tile's halves, split at its
-    middle, program 1 neighbouring sub-chunks, split at their border, both with factors <= 1; program 2 sub-chunks
-    themselves, split at the middle of the range of their decays, which must be bounded.
+    The decay between two tokens is split at a token between them: halves of the tile at its middle, neighbouring
+    sub-chunks at their border, both factors <= 1; within a sub-chunk at the middle of its range, where that is bounded
+    (``FACTORED``), else ``_diagonal_kernel`` has done it.
     """
     tile = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
-    level = tl.program_id(2)
     q += tile * C * K
     k += tile * C * K
     c += tile * C * K
-    PART: tl.constexpr = min(64, K)
+    PART: tl.constexpr = min(32, K)
     r = tl.arange(0, C)
     block = r // SUB
-    border = tl.where(level == 0, C // 2 - 1, r // (2 * SUB) * (2 * SUB) + SUB - 1)
-    kk = tl.zeros([C, C], tl.float32)
-    qk = tl.zeros([C, C], tl.float32)
+    zero = tl.zeros([C, C], tl.float32)
+    kk_far, qk_far, kk_next, qk_next, kk_near, qk_near = zero, zero, zero, zero, zero, zero
     for begin in range(0, K, PART):
         i = begin + tl.arange(0, PART)
         at = r[:, None] * K + i[None, :]
         kt = tl.load(k + at).to(tl.float32)
         qt = tl.load(q + at).to(tl.float32)
         ct = tl.load(c + at)
-        if level == 0:
-            end = tl.load(c + (C - 1) * K + i)
-            tl.store(q_out + tile * C * K + at, (qt * tl.exp(ct)).to(q_out.dtype.element_ty))
-            tl.store(k_out + tile * C * K + at, (kt * tl.exp(end[None, :] - ct)).to(k_out.dtype.element_ty))
-            tl.store(fade + tile * K + i, tl.exp(end))
-        if level < 2:
-            up = -tl.abs(ct - tl.load(c + border[:, None] * K + i[None, :]))
-            down = up
-        else:
+        e = tl.exp(-tl.abs(ct - tl.load(c + (C // 2 - 1) * K + i)[None, :]))
+        kk_far, qk_far = _both(qt, kt, e, e, kk_far, qk_far, PRECISION)
+        border = r // (2 * SUB) * (2 * SUB) + SUB - 1
+        e = tl.exp(-tl.abs(ct - tl.load(c + border[:, None] * K + i[None, :])))
+        kk_next, qk_next = _both(qt, kt, e, e, kk_next, qk_next, PRECISION)
+        if FACTORED:
             before = tl.load(c + (block * SUB - 1)[:, None] * K + i[None, :], mask=(block > 0)[:, None], other=0.0)
             last = tl.load(c + (block * SUB + SUB - 1)[:, None] * K + i[None, :])
             up = ct - 0.5 * (before + last)
-            down = -up
-        column = tl.trans(kt * tl.exp(down))
-        up = tl.exp(up)
-        kk = tl.dot(kt * up, column, kk, input_precision=PRECISION)
-        qk = tl.dot(qt * up, column, qk, input_precision=PRECISION)
+            kk_near, qk_near = _both(qt, kt, tl.exp(up), tl.exp(-up), kk_near, qk_near, PRECISION)
+        end = tl.load(c + (C - 1) * K + i)
+        tl.store(q_out + tile * C * K + at, (qt * tl.exp(ct)).to(q_out.dtype.element_ty))
+        tl.store(k_out + tile * C * K + at, (kt * tl.exp(end[None, :] - ct)).to(k_out.dtype.element_ty))
+        tl.store(fade + tile * K + i, tl.exp(end))
     same = block[:, None] == block[None, :]
+    if not FACTORED:
+        blocks = tile * C * SUB + r[:, None] * SUB + (r % SUB)[None, :]
+        kk_near = tl.load(near_kk + blocks, mask=same, other=0.0)
+        qk_near = tl.load(near_qk + blocks, mask=same, other=0.0)
     pair = (block // 2)[:, None] == (block // 2)[None, :]
-    mine = tl.where(level == 2, same, tl.where(level == 1, pair & ~same, ~pair))
+    kk = tl.where(same, kk_near, tl.where(pair, kk_next, kk_far)) * tl.load(beta + tile * C + r)[:, None]
+    qk = tl.where(same, qk_near, tl.where(pair, qk_next, qk_far))
     below = r[:, None] - r[None, :]
     to = tile * C * C + r[:, None] * C + r[None, :]
-    kk = kk * tl.load(beta + tile * C + r)[:, None]
-    tl.store(a_out + to, tl.where(below > 0, kk, 0.0), mask=mine)
-    tl.store(qk_out + to, tl.where(below >= 0, qk, 0.0).to(qk_out.dtype.element_ty), mask=mine)
+    tl.store(a_out + to, tl.where(below > 0, kk, 0.0))
+    tl.store(qk_out + to, tl.where(below >= 0, qk, 0.0).to(qk_out.dtype.element_ty))
 
 
 @triton.jit
@@ -181,8 +190,7 @@ def _solve_kernel(
     k, v, c, beta, a, w_out, u_out,
     K: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """With M = (I + A)^-1, w = M beta k exp(c) and u = M beta v, which is stored [K, C]: from any state S, corrected
-    values are u - w S."""
+    """With M = (I + A)^-1, w = M beta k exp(c) and u = M beta v: from any state S, corrected values are u - w S."""
     tile = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
     r = tl.arange(0, C)
     lower = -tl.load(a + tile * C * C + r[:, None] * C + r[None, :])
@@ -203,14 +211,12 @@ def _solve_kernel(
     m = tl.dot(one + n1, m, input_precision=PRECISION).to(w_out.dtype.element_ty)
     b = tl.load(beta + tile * C + r)[:, None]
     PART: tl.constexpr = min(64, K)
-    for begin in range(0, K, PART):
-        i = begin + tl.arange(0, PART)
-        at = tile * C * K + r[:, None] * K + i[None, :]
+    for begin in tl.static_range(0, K, PART):
+        at = tile * C * K + r[:, None] * K + (begin + tl.arange(0, PART))[None, :]
         kt = tl.load(k + at).to(tl.float32) * tl.exp(tl.load(c + at)) * b
         tl.store(w_out + at, tl.dot(m, kt.to(m.dtype), input_precision=PRECISION).to(m.dtype))
         vt = tl.load(v + at).to(tl.float32) * b
-        u = tl.dot(m, vt.to(m.dtype), input_precision=PRECISION).to(m.dtype)
-        tl.store(u_out + tile * C * K + i[:, None] * C + r[None, :], tl.trans(u))
+        tl.store(u_out + at, tl.dot(m, vt.to(m.dtype), input_precision=PRECISION).to(m.dtype))
 
 
 @triton.jit
@@ -218,34 +224,30 @@ def _carry_kernel(
     w, u, k, fade, states, sequences, kept, corrected, count, state_block,
     K: tl.constexpr, C: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one head's state through the tiles of one sequence: the state before each, corrected values.
-
-    All transposed, values by keys and values by tokens: state and corrected values then feed the next product from the
-    registers that they were summed in."""
+    """Some columns of one head's state through the tiles of one sequence: the state before each, corrected values."""
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     heads = tl.num_programs(1)
     first = tl.load(sequences + sequence)
     tiles = tl.load(sequences + count + sequence)
     block = tl.load(sequences + 4 * count + sequence)
-    i = tl.arange(0, K)[None, :]
+    i = tl.arange(0, K)
     r = tl.arange(0, C)
-    j = (tl.program_id(2) * VALUES + tl.arange(0, VALUES))[:, None]
-    place = states + block * state_block + head * K * K + i * K + j
+    j = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    place = states + block * state_block + head * K * K + i[:, None] * K + j[None, :]
     s = tl.load(place).to(tl.float32)
     for n in range(tiles):
         tile = (first + n) * heads + head
-        at = tile * C * K
-        wt = tl.load(w + at + r[:, None] * K + i)
-        ut = tl.load(u + at + j * C + r[None, :])
-        kt = tl.load(k + at + r[:, None] * K + i)
+        at = tile * C * K + r[:, None] * K
+        wt = tl.load(w + at + i[None, :])
+        ut = tl.load(u + at + j[None, :])
+        kt = tl.load(k + at + i[None, :])
         faded = tl.load(fade + tile * K + i)
         rounded = s.to(wt.dtype)
-        tl.store(kept + tile * K * K + j * K + i, rounded)
-        d = ut.to(tl.float32) - tl.dot(rounded, tl.trans(wt), input_precision=PRECISION)
-        d = d.to(wt.dtype)
-        tl.store(corrected + at + j * C + r[None, :], d)
-        s = tl.dot(d, kt, s * faded, input_precision=PRECISION)
+        tl.store(kept + tile * K * K + i[:, None] * K + j[None, :], rounded)
+        d = (ut.to(tl.float32) - tl.dot(wt, rounded, input_precision=PRECISION)).to(wt.dtype)
+        tl.store(corrected + at + j[None, :], d)
+        s = tl.dot(tl.trans(kt), d, s * faded[:, None], input_precision=PRECISION)
     tl.store(place, s.to(states.dtype.element_ty))
 
 
@@ -264,14 +266,19 @@ def _output_kernel(
     r = tl.arange(0, C)
     qt = tl.load(q + at * C * K + r[:, None] * K + i[None, :])
     s = tl.load(kept + at * K * K + i[:, None] * K + i[None, :])
-    o = tl.dot(qt, tl.trans(s), input_precision=PRECISION)
+    o = tl.dot(qt, s, input_precision=PRECISION)
     a = tl.load(qk + at * C * C + r[:, None] * C + r[None, :])
-    d = tl.load(corrected + at * C * K + i[:, None] * C + r[None, :])
-    o = tl.dot(a, tl.trans(d), o, input_precision=PRECISION)
+    d = tl.load(corrected + at * C * K + r[:, None] * K + i[None, :])
+    o = tl.dot(a, d, o, input_precision=PRECISION)
     g = tl.load(gate + (first + r)[:, None] * gate_row + (head * K + i)[None, :], mask=here, other=0.0)
     o = o * tl.rsqrt(tl.sum(o * o, 1) / K + eps)[:, None] * tl.load(norm + i)[None, :]
     o = o / (1 + tl.exp(-g.to(tl.float32)))
     tl.store(out + (first + r)[:, None] * out_row + (head * K + i)[None, :], o.to(out.dtype.element_ty), mask=here)
+
+
+def state_columns(states: int, width: int) -> int:
+    """Columns of a state that one program carries: few while there are too few states to fill the device."""
+    return min(16 if states * (width // 16) <= PROGRAMS else 64, width)
 
 
 def chunks(
@@ -298,17 +305,16 @@ def chunks(
     the tokens that ``tiles`` names; the others stay.
     """
     heads, k = b.shape[1], states.shape[2]
-    n, c = tiles.tiles, tiles.tile
+    n, c, fp32 = tiles.tiles, tiles.tile, torch.float32
 
     def room(*shape: int, dtype: torch.dtype = raw.dtype) -> Tensor:
         return torch.empty(n, heads, *shape, dtype=dtype, device=raw.device)
 
-    fp32 = torch.float32
-    q, key, v, end_q, end_k, w, u = (room(c, k) for _ in range(7))
-    decay, beta, fade, a = room(c, k, dtype=fp32), room(c, dtype=fp32), room(k, dtype=fp32), room(c, c, dtype=fp32)
-    qk, kept, corrected = room(c, c), room(k, k), room(c, k)
+    q, key, v, w, u, decayed_q, decayed_k = (room(c, k) for _ in range(7))
+    decay, beta, fade = room(c, k, dtype=fp32), room(c, dtype=fp32), room(k, dtype=fp32)
+    qk, kept = room(c, c), room(k, k)
     sizes: dict[str, Any] = {"K": k, "C": c}
-    precision: dict[str, Any] = {"PRECISION": "ieee" if raw.dtype == fp32 else "tf32"}
+    precision = {"PRECISION": "ieee" if raw.dtype == fp32 else "tf32"}
     start.launch(
         _prepare_kernel,
         (n, heads),
@@ -322,13 +328,16 @@ def chunks(
     )
     move_windows(raw, windows, *tiles.per_sequence[2:])
     factored = lower_bound is not None and -lower_bound * SUB <= FACTOR_LIMIT
-    _within((q, key, v, decay, beta), (a, qk, end_q, end_k, fade, w, u), sizes, precision, options, factored=factored)
+    within = {**sizes, **precision, "SUB": SUB}
+    _within((q, key, v, decay, beta), (qk, decayed_q, decayed_k, fade, w, u), within, options, factored=factored)
     sequences = tiles.per_sequence.shape[1]
-    values = min(options.values, k)
+    values = options.values or state_columns(sequences * heads, k)
+    # The values have been used up: their room takes the corrected ones.
+    corrected = v
     start.launch(
         _carry_kernel,
         (sequences, heads, k // values),
-        *(w, u, end_k, fade, states, tiles.per_sequence, kept, corrected, sequences, states.stride(0)),
+        *(w, u, decayed_k, fade, states, tiles.per_sequence, kept, corrected, sequences, states.stride(0)),
         **sizes,
         VALUES=values,
         **precision,
@@ -338,7 +347,7 @@ def chunks(
     start.launch(
         _output_kernel,
         (n, heads),
-        *(end_q, qk, kept, corrected, gate, norm, tiles.per_tile, out),
+        *(decayed_q, qk, kept, corrected, gate, norm, tiles.per_tile, out),
         *(gate.stride(0), out.stride(0), n, eps),
         **sizes,
         **precision,
@@ -349,36 +358,33 @@ def chunks(
 def _within(
     inputs: tuple[Tensor, ...],
     results: tuple[Tensor, ...],
-    sizes: dict[str, Any],
-    precision: dict[str, Any],
+    constants: dict[str, Any],
     options: Options,
     *,
     factored: bool,
 ) -> None:
-    """What needs no state: from q, k, v, c, beta of all tiles to A, q k^T, the decayed q and k, exp(c_C), w and u."""
+    """What needs no state: from q, k, v, c, beta of all tiles to q k^T, the decayed q and k, exp(c_C), w and u."""
     q, k, v, c, beta = inputs
-    a, qk, end_q, end_k, fade, w, u = results
-    n, heads = q.shape[:2]
-    both = (q, k, c, beta, a, qk)
+    qk, decayed_q, decayed_k, fade, w, u = results
+    grid, tokens = q.shape[:2], constants["C"]
+    near_kk, near_qk, a = (
+        torch.empty(*grid, tokens, width, dtype=torch.float32, device=q.device) for width in (SUB, SUB, tokens)
+    )
     if not factored:
-        start.launch(_diagonal_kernel, (n, heads), *both, **sizes, SUB=SUB, num_warps=options.diagonal)
+        start.launch(
+            _diagonal_kernel,
+            (*grid,),
+            *(q, k, c, near_kk, near_qk),
+            **{name: value for name, value in constants.items() if name != "PRECISION"},
+            num_warps=options.diagonal,
+        )
     start.launch(
         _inside_kernel,
-        (n, heads, 3 if factored else 2),
-        *(*both, end_q, end_k, fade),
-        **sizes,
-        SUB=SUB,
-        **precision,
+        (*grid,),
+        *(q, k, c, beta, near_kk, near_qk, a, qk, decayed_q, decayed_k, fade),
+        **constants,
+        FACTORED=factored,
         num_warps=options.inside,
         num_stages=1,
     )
-    start.launch(
-        _solve_kernel,
-        (n, heads),
-        *(k, v, c, beta, a, w, u),
-        **sizes,
-        SUB=SUB,
-        **precision,
-        num_warps=options.solve,
-        num_stages=1,
-    )
+    start.launch(_solve_kernel, (*grid,), *(k, v, c, beta, a, w, u), **constants, num_warps=options.solve)

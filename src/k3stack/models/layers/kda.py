@@ -148,8 +148,6 @@ class KdaAttention(Part):
         return raw, f, gate, b
 
     def _convolve(self, raw: Tensor, step: Step, windows: Tensor) -> Tensor:
-        if self.kernels.convolve is not None:
-            return self.kernels.convolve(raw, self.conv, windows, *step.row_index())
         if step.all_decode:
             return self.kernels.conv_decode(raw, self.conv, windows, step.decode_blocks)
         if step.one_chunk:
@@ -163,7 +161,7 @@ class KdaAttention(Part):
         return out
 
     def _recur(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, step: Step, states: Tensor) -> Tensor:
-        blocks = step.decode_block_index if self.kernels.device_tables else step.decode_blocks
+        blocks = step.decode_blocks
         if step.all_decode:
             return self.kernels.kda_decode(q, k, v, g, beta, states, blocks)
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
