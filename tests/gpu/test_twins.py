@@ -29,6 +29,7 @@ from k3stack.kernels.norm import reference as norm_reference
 from k3stack.kernels.norm import triton as norm
 from k3stack.kernels.residual import reference as residual_reference
 from k3stack.kernels.residual import triton as residual
+from k3stack.kernels.residual import triton_chunk as residual_chunk
 from tests.cpu.harness import relative
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -68,7 +69,8 @@ def test_activations(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 5])
 @pytest.mark.parametrize("change", [residual.NOTHING, residual.ADD, residual.REPLACE])
-def test_residual_mix(dtype: torch.dtype, count: int, change: int) -> None:
+@pytest.mark.parametrize("many", [False, True])
+def test_residual_mix(dtype: torch.dtype, count: int, change: int, many: bool) -> None:
     bank, y = draw(4, 6, 96, dtype=dtype), draw(4, 96, dtype=dtype, seed=1)
     score, weight = draw(96, seed=2, scale=0.3), draw(96, dtype=dtype, seed=3)
     expected = bank.clone()
@@ -76,7 +78,8 @@ def test_residual_mix(dtype: torch.dtype, count: int, change: int) -> None:
         expected[:, count - 1] += y
     elif change == residual.REPLACE:
         expected[:, count - 1] = y
-    mixed, normed = residual.mix_norm(bank[:, :count], y, change, score, 1e-5, weight, 1e-5, mixed=True)
+    mix_norm = residual_chunk.mix_norm if many else residual.mix_norm
+    mixed, normed = mix_norm(bank[:, :count], y, change, score, 1e-5, weight, 1e-5, mixed=True)
     assert torch.equal(bank, expected)
     theirs = residual_reference.mix(expected[:, :count], score, 1e-5)
     assert mixed is not None

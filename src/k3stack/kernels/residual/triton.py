@@ -86,11 +86,13 @@ def mix_norm(
     The mix is returned where ``mixed``, ``reference.rms_norm`` of it where a ``weight`` is given.
     """
     tokens, count, width = rows.shape
+    if tokens >= MANY:
+        return triton_chunk.mix_norm(rows, y, change, score, eps, weight, norm_eps, mixed=mixed)
     out = torch.empty(tokens, width, dtype=rows.dtype, device=rows.device) if mixed else None
     normed = None if weight is None else torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)
     block = next_power_of_two(width)
     start.launch(
-        triton_chunk._mix_kernel if tokens >= MANY else _mix_kernel,
+        _mix_kernel,
         (tokens,),
         *(rows, rows if y is None else y.contiguous(), score, score if weight is None else weight),
         *(rows if out is None else out, rows if normed is None else normed),

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from k3stack.kernels import launch as start
+from k3stack.kernels.launch import next_power_of_two
 
 
 @triton.jit
@@ -52,3 +57,34 @@ def _mix_kernel(
         f = (f * tl.rsqrt(tl.sum(f * f, 0) / width + norm_eps)).to(mean.dtype).to(tl.float32)
         out = f * tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(normed + token * width + at, out.to(mean.dtype), mask=mask)
+
+
+def mix_norm(
+    rows: Tensor,
+    y: Tensor | None,
+    change: int,
+    score: Tensor,
+    eps: float,
+    weight: Tensor | None,
+    norm_eps: float,
+    *,
+    mixed: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """See ``triton.mix_norm``."""
+    tokens, count, width = rows.shape
+    out = torch.empty(tokens, width, dtype=rows.dtype, device=rows.device) if mixed else None
+    normed = None if weight is None else torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)
+    block = next_power_of_two(width)
+    start.launch(
+        _mix_kernel,
+        (tokens,),
+        *(rows, rows if y is None else y.contiguous(), score, score if weight is None else weight),
+        *(rows if out is None else out, rows if normed is None else normed),
+        *(rows.stride(0), count, width, eps, norm_eps),
+        CHANGE=change,
+        NORM=weight is not None,
+        MIXED=mixed,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+    )
+    return out, normed
