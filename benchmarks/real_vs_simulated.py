@@ -55,7 +55,7 @@ from k3stack.workload.records import Record, read_records, write_records
 from k3stack.workload.report import summarize
 from k3stack.workload.target import Target
 
-LOADS = {"low": (0.2, 0.75), "middle": (0.4, 1.0), "near saturation": (0.75, 2.0)}
+LOADS = {"low": (0.2, 1.0), "middle": (0.4, 1.0), "near saturation": (0.75, 2.0)}
 """Of the requests a second that the server completes with ``STREAMS`` always under way; and of ``--seconds``: more
 where a request more or less counts."""
 SPEEDS = (0.98, 0.985, 0.99, 0.995, 1.0, 1.005, 1.01, 1.015, 1.02)
