@@ -139,7 +139,10 @@ class Rank:
             def route(*given: Any, ids: Tensor = drawn[best], real: Any = real) -> tuple[Tensor, Tensor]:
                 return ids[: len(given[0])], real(*given[:5])[1]
 
-            ffn.kernels = dataclasses.replace(ffn.kernels, route=route)
+            def choose(*given: Any, ids: Tensor = drawn[best], real: Any = ffn.kernels.choose) -> tuple[Tensor, ...]:
+                return ids, *real(*given)[1:]
+
+            ffn.kernels = dataclasses.replace(ffn.kernels, route=route, choose=choose if ffn.joined else None)
         return touched
 
     @staticmethod
@@ -205,6 +208,8 @@ def part_runs(rank: Rank, batch: DecodeBatch | ForwardBatch) -> dict[str, Callab
     choice = [ffn.kernels.route(ffn.kernels.router_logits(x, ffn.router), ffn.bias, ffn.moe.top_k, 1.0, True)
               for ffn in moe]  # fmt: skip
 
+    no_experts = [dataclasses.replace(ffn.kernels, experts=lambda z, *_: z) for ffn in moe]
+
     def attention(layers: list[Any]) -> Callable[[], None]:
         def run() -> None:
             if isinstance(batch, DecodeBatch):
@@ -219,22 +224,11 @@ def part_runs(rank: Rank, batch: DecodeBatch | ForwardBatch) -> dict[str, Callab
             own = (ffn.local.start, ffn.moe.experts)
             ffn.kernels.experts(latent, ids, weights, ffn.w13, ffn.w2, ffn.act, *own)
 
-    def router() -> None:
-        for ffn in moe:
-            ffn.kernels.route(ffn.kernels.router_logits(x, ffn.router), ffn.bias, ffn.moe.top_k, 1.0, True)
-
-    def shared() -> None:
-        for ffn in moe:
-            if ffn.shared is not None:
-                ffn.shared(x)
-
-    def project() -> None:
-        for ffn in moe:
-            if geometry.moe.latent is not None:
-                z = kernels.linear(x, ffn.down)
-                if ffn.latent_norm is not None:
-                    z = kernels.rms_norm(z, ffn.latent_norm, eps)
-                kernels.linear(z, ffn.up)
+    def rest() -> None:
+        for ffn, without in zip(moe, no_experts, strict=True):
+            kept, ffn.kernels = ffn.kernels, without
+            ffn(x, 0, None)
+            ffn.kernels = kept
 
     def residual() -> None:
         stream = model.stream(x)
@@ -254,8 +248,8 @@ def part_runs(rank: Rank, batch: DecodeBatch | ForwardBatch) -> dict[str, Callab
         kernels.linear(x, model.lm_head).float()
 
     return {
-        "kda": attention(kda), "mla": attention(mla), "experts": experts, "shared": shared, "latent": project,
-        "router": router, "residual": residual, "dense": dense, "head": head,
+        "kda": attention(kda), "mla": attention(mla), "experts": experts, "shared+latent+router": rest,
+        "residual": residual, "dense": dense, "head": head,
     }  # fmt: skip
 
 
@@ -317,7 +311,8 @@ def _decode(
     if not args.no_parts:
         for name, run in part_runs(rank, own).items():
             part_ms = timed(captured(run))
-            parts[name] = {"ms": round(part_ms, 4), "floor_ms": round(decode_floor(model, load)[name] / rate * 1e3, 4)}
+            nbytes = sum(decode_floor(model, load)[part] for part in name.split("+"))
+            parts[name] = {"ms": round(part_ms, 4), "floor_ms": round(nbytes / rate * 1e3, 4)}
     return {
         "batch": batch,
         "context": args.context,

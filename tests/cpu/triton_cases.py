@@ -23,6 +23,7 @@ from k3stack.kernels.activation.glu import Glu
 from k3stack.kernels.kda import triton as kda
 from k3stack.kernels.kda import triton_chunk as kda_chunk
 from k3stack.kernels.kda.layout import ChunkTiles
+from k3stack.kernels.linear import triton as linear
 from k3stack.kernels.mla import triton as mla
 from k3stack.kernels.moe import triton as moe
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
@@ -40,7 +41,7 @@ TYPES = {
     torch.uint8: "u8",
     torch.float8_e4m3fn: "fp8e4nv",
 }
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 
 
 def compile_launch(kernel: Any, *args: Any, **options: Any) -> Any:
@@ -77,7 +78,7 @@ def compiling(done: Callable[[str, Any], None]) -> Iterator[None]:
     """Inside, kernels are compiled where they would be started."""
 
     def instead(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        compiled = compile_launch(kernel, *args, **options)
+        compiled = compile_launch(kernel, *args, **starter.options_of(kernel, options))
         assert compiled.metadata.shared <= SHARED_LIMIT, f"{kernel.fn.__name__}: {compiled.metadata.shared} bytes"
         done(kernel.fn.__name__, compiled)
 
@@ -120,7 +121,20 @@ def small() -> None:
         m(4096, 9, 7168), m(4096, 7168), residual.ADD, m(7168, dtype=F32), 1e-5, m(7168), 1e-5, mixed=False
     )
     residual.mix_norm(m(4, 9, 7168), m(4, 7168), residual.REPLACE, m(7168, dtype=F32), 1e-5, m(7168), 1e-5, mixed=True)
+    moe.choose(m(4, 5248, dtype=F32), m(896, dtype=F32), (896, 3584, 768), glu("situ"), 16, 1.0, True)
+    moe.choose(m(4, 2304, dtype=F32), m(256, dtype=F32), (256, 0, 2048), glu("silu"), 8, 2.4, True)
     moe.route(m(4, 896, dtype=F32), m(896, dtype=F32), 16, 1.0, True)
+
+
+def products() -> None:
+    for tokens in (1, 16, 64):
+        for rows, width in ((3584, 7168), (5248, 7168), (576, 7168), (12608, 2304), (7168, 384)):
+            tile = linear.tile_of(tokens, rows, width)
+            if tile is None:
+                continue
+            linear.linear(m(tokens, width), m(rows, width), tile)
+            linear.linear(m(tokens, width), m(rows, width), tile, F32)
+            linear.linear(m(tokens, width), m(rows, width), tile, plus=m(tokens, rows))
 
 
 def kda_step() -> None:
@@ -164,5 +178,5 @@ def experts_plain() -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {
-    case.__name__: case for case in (small, kda_step, kda_chunks, mla_step, experts_packed, experts_plain)
+    case.__name__: case for case in (small, products, kda_step, kda_chunks, mla_step, experts_packed, experts_plain)
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -17,6 +18,8 @@ from k3stack.kernels.kda import reference as kda_reference
 from k3stack.kernels.kda import triton as kda
 from k3stack.kernels.kda import triton_chunk as kda_chunk
 from k3stack.kernels.kda.layout import chunk_tiles
+from k3stack.kernels.linear import reference as linear_reference
+from k3stack.kernels.linear import triton as linear
 from k3stack.kernels.mla import reference as mla_reference
 from k3stack.kernels.mla import triton as mla
 from k3stack.kernels.moe import reference as moe_reference
@@ -88,6 +91,17 @@ def test_residual_mix(dtype: torch.dtype, count: int, change: int, many: bool) -
     same(normed, norm_reference.rms_norm(theirs, weight, 1e-5), dtype)
 
 
+@pytest.mark.parametrize(("tokens", "rows", "width"), [(1, 40, 64), (5, 37, 200), (17, 16, 512)])
+def test_products_of_few_tokens(dtype: torch.dtype, tokens: int, rows: int, width: int) -> None:
+    x, w = draw(tokens, width + 8, dtype=dtype)[:, :width], draw(rows, width, dtype=dtype, seed=1)
+    mine = linear.linear(x, w, linear.Tile(16, 32, 4, 3, ahead=64))
+    same(mine, linear_reference.linear(x, w), dtype)
+    y = draw(tokens, rows, dtype=dtype, seed=2)
+    added = linear.linear(x, w, linear.Tile(16, 32, 4, 3, False), plus=y)
+    same(added, linear_reference.linear(x, w) + y, dtype)
+    same(linear.linear(x, w, linear.Tile(32, 16, 2, 2), torch.float32), x.float() @ w.float().T, torch.float32)
+
+
 def kda_inputs(rows: int, heads: int, k: int, dtype: torch.dtype) -> dict[str, Tensor]:
     p = heads * k
     return {
@@ -117,8 +131,11 @@ def kda_twin(x: dict[str, Tensor], r: int, window: Tensor, state: Tensor, bound:
 
 
 @pytest.mark.parametrize("bound", [-5.0, None])
-@pytest.mark.parametrize(("heads", "k"), [(3, 32), (2, 128)])
-def test_kda_decode(dtype: torch.dtype, bound: float | None, heads: int, k: int) -> None:
+@pytest.mark.parametrize(("heads", "k", "alone"), [(3, 32, 264), (2, 128, 264), (2, 128, 0)])
+def test_kda_decode(
+    dtype: torch.dtype, bound: float | None, heads: int, k: int, alone: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kda, "ALONE", alone)
     x, blocks = kda_inputs(4, heads, k, dtype), [5, 2, -1, 0]
     windows, states = draw(6, 3, 3 * heads * k, dtype=dtype, seed=8), draw(6, heads, k, k, seed=9)
     before = windows.clone(), states.clone()
@@ -183,6 +200,18 @@ def test_mla_decode(dtype: torch.dtype, heads: int) -> None:
     assert not out[4].any()
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the way from fp8 to fp16 is inline assembly")
+def test_mla_decode_over_fp8_rows(dtype: torch.dtype) -> None:
+    q, kv_b = draw(2, 6, 48, dtype=dtype), draw(6, 64, 32, dtype=dtype, seed=1, scale=0.2)
+    rows, table = draw(8, 64, 48, seed=2).to(torch.float8_e4m3fn), torch.tensor([[3, 7, 0], [5, 1, 1]], device=DEVICE)
+    lengths = [150, 70]
+    out = mla.decode(q, rows, table, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), kv_b)
+    for r, length in enumerate(lengths):
+        seen = rows[table[r]].view(-1, 48)[:length].to(dtype)
+        theirs = mla_reference.attend(q[r : r + 1].cpu(), seen.cpu(), kv_b.cpu(), length - 1)
+        same(out[r : r + 1].cpu(), theirs, dtype)
+
+
 def test_cache_rows_are_written(dtype: torch.dtype) -> None:
     kv, weight = draw(4, 56, dtype=dtype)[:, :48], draw(32, dtype=dtype, seed=1)
     rows = torch.zeros(6, 64, 48, device=DEVICE, dtype=dtype)
@@ -204,6 +233,22 @@ def test_router(dtype: torch.dtype, tokens: int, experts: int, top_k: int, renor
     order, order_r = ids.argsort(-1), ids_r.argsort(-1)
     assert torch.equal(ids.gather(1, order), ids_r.gather(1, order_r))
     same(weights.gather(1, order), weights_r.gather(1, order_r), torch.float32)
+
+
+@pytest.mark.parametrize("sizes", [(48, 64, 600), (16, 0, 32)])
+def test_what_follows_the_joined_products(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+    products, bias = draw(3, sum(sizes), scale=4.0), draw(sizes[0], seed=1, scale=0.3)
+    situ = sizes[1] > 0
+    act = Glu("situ" if situ else "silu", 4.0, 25.0, lambda t: slow_glu(t, situ))
+    ids, weights, latent, hidden = moe.choose(products, bias, sizes, act, 4, 2.4, True)
+    logits, z, gate_up = products.split(list(sizes), dim=1)
+    ids_r, weights_r = moe.route(logits.contiguous(), bias, 4, 2.4, True)
+    assert torch.equal(ids, ids_r)
+    assert torch.equal(weights, weights_r)
+    assert latent.shape == z.shape
+    if z.numel():
+        same(latent, z.bfloat16(), torch.bfloat16)
+    same(hidden, slow_glu(gate_up.bfloat16(), situ), torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", ["situ", "silu"])
@@ -232,24 +277,27 @@ def test_experts(dtype: torch.dtype, kind: str, packed: bool, tokens: int, first
     same(mine.cpu(), theirs, dtype)
 
 
-@pytest.mark.parametrize("pair", [1, 2])
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_experts_of_a_decode_step(dtype: torch.dtype, pair: int, tokens: int) -> None:
-    """fp16 products of MXFP4: within fp16's rounding, for tokens of different magnitudes."""
-    here, width, inner, top_k = 6, 160, 96, 3
-    x = (draw(tokens, width) * torch.logspace(-1, 1, tokens, 10, device=DEVICE)[:, None]).to(dtype)
+@pytest.mark.parametrize(("columns", "rows", "tokens", "lone"), [(1, 2, 9, False), (4, 1, 1, True), (2, 1, 1, False)])
+def test_experts_of_a_decode_step(dtype: torch.dtype, columns: int, rows: int, tokens: int, lone: bool) -> None:
+    """MXFP4 and bfloat16 activations, whatever the dtype of the others; experts with none, few and many tokens."""
+    here, width, inner, top_k, first = 2, 160 if columns > 1 else 64, 32, 2, 1
+    x = draw(tokens, width + 8, dtype=torch.bfloat16)[:, :width]
     w13, w2 = encode(draw(here, 2 * inner, width, seed=1, scale=0.4)), encode(draw(here, width, inner, seed=2))
-    ids = draw(tokens, here, seed=3).topk(top_k, dim=-1).indices
+    liking = draw(tokens, here + 2, seed=3)
+    liking[:, 1] = 9.0  # an expert that all choose
+    ids = liking.topk(top_k, dim=-1).indices
     weights = torch.softmax(draw(tokens, top_k, seed=4), -1)
     act = Glu("situ", 4.0, 25.0, lambda t: slow_glu(t, True))
-    rows = triton_decode.Rows(16, 2, pair, 4)
-    lists, counts = moe.group(ids, here, 0)
-    each = triton_decode.results(x, w13, w2, act, lists, counts, top_k, (rows, rows), asm=not INTERPRETED)
-    mine = moe.add_up(each, ids, weights, 0, here)
-    plain = [torch.stack([w.plain(e, dtype) for e in range(here)]).cpu() for w in (w13, w2)]
-    theirs = moe_reference.experts(x.cpu(), ids.cpu(), weights.cpu(), *plain, lambda t: slow_glu(t, True))
+    warps = triton_decode.Warps(columns, rows)
+    groups = (ids, first) if lone else moe.group(ids, here, first)
+    each = triton_decode.results(x, w13, w2, act, groups, top_k, (warps, warps), asm=not INTERPRETED)
+    mine = moe.add_up(each, ids, weights, first, here)
+    full = [torch.zeros(here + 2, *w.shape[1:], dtype=torch.bfloat16) for w in (w13, w2)]
+    for e, (a, w) in itertools.product(range(here), zip(full, (w13, w2), strict=True)):
+        a[first + e] = w.plain(e, torch.bfloat16)
+    theirs = moe_reference.experts(x.cpu(), ids.cpu(), weights.cpu(), *full, lambda t: slow_glu(t, True))
     for t in range(tokens):
-        assert float(relative(mine[t], theirs[t])) < (0.012 if dtype == torch.bfloat16 else 2e-3)
+        assert float(relative(mine[t], theirs[t])) < (0.02 if INTERPRETED else 0.012)  # it cuts bfloat16 off
 
 
 @pytest.mark.parametrize("more", [0, 16])

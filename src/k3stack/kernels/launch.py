@@ -1,14 +1,40 @@
-"""Where every Triton kernel is started: one place, so that a test can compile what would have been started."""
+"""Where every Triton kernel is started: one place, so that a test can compile what would have been started.
+
+A kernel with a parameter ``PDL`` begins while the one before it still runs (programmatic dependent launch) and waits
+for that one's results by ``await_inputs``, before it reads or writes any memory.
+"""
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+import triton
+import triton.language as tl
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@triton.jit
+def await_inputs(PDL: tl.constexpr):
+    """Wait until all results before this kernel are in memory, then let the next kernel's programs begin to come: they
+    may read what the kernel before this one wrote even before they wait."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Start ``kernel`` on ``grid`` programs; ``options`` are its compile-time arguments, warps and stages."""
     if all(grid):
-        kernel[grid](*args, **options)
+        kernel[grid](*args, **options_of(kernel, options))
+
+
+def options_of(kernel: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` with those that concern the start itself."""
+    if "PDL" not in kernel.arg_names:
+        return options
+    return options | {"PDL": not INTERPRETED, "launch_pdl": not INTERPRETED}
 
 
 def next_power_of_two(n: int) -> int:

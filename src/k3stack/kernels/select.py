@@ -68,6 +68,10 @@ class Kernels:
     """All of KDA between its projections for the chunks of a step (``kda.triton_chunk.chunks``)."""
     mla_chunks: Callable[..., list[Tensor]] | None = None
     """``mla_attend`` of all chunks of a step over their pages (``mla.cpu.attend_chunks``)."""
+    choose: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
+    """What follows the joined products of few tokens (``moe.triton.choose``)."""
+    linear_plus: Callable[[Tensor, Weight, Tensor], Tensor] | None = None
+    """``linear`` plus a tensor, which may be overwritten."""
     mix_norm: Callable[..., tuple[Tensor | None, Tensor | None]] | None = None
     """Addition, residual mix and norm in one (``residual.triton.mix_norm``)."""
 
@@ -168,6 +172,8 @@ def _triton(dtype: torch.dtype) -> Kernels:
         stacked_experts=True,
         kda_step=fast_kda.decode_step,
         kda_chunks=fast_kda_chunk.chunks,
+        choose=fast_moe.choose,
+        linear_plus=fast_linear.linear_plus,
         mix_norm=fast_residual.mix_norm,
     )
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from k3stack.kernels import launch as start
+from k3stack.kernels.launch import await_inputs
 
 BLOCK = 1024
 
@@ -25,7 +26,8 @@ def glu(gate, up, beta, linear_beta, SITU: tl.constexpr):
 
 
 @triton.jit
-def _glu_kernel(gate_up, out, width, beta, linear_beta, SITU: tl.constexpr, BLOCK: tl.constexpr):
+def _glu_kernel(gate_up, out, width, beta, linear_beta, SITU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width
@@ -36,7 +38,8 @@ def _glu_kernel(gate_up, out, width, beta, linear_beta, SITU: tl.constexpr, BLOC
 
 
 @triton.jit
-def _gate_kernel(x, gate, out, x_row, x_head, gate_row, heads, width, BLOCK: tl.constexpr):
+def _gate_kernel(x, gate, out, x_row, x_head, gate_row, heads, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)

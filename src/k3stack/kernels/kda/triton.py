@@ -8,16 +8,19 @@ import triton.language as tl
 from torch import Tensor
 
 from k3stack.kernels import launch as start
+from k3stack.kernels.launch import await_inputs
 
 L2_EPS = 1e-6
 CHANNELS = 128
 WARPS = 4
-"""Of a decode program with heads 128 wide: one head's state is held in registers."""
+"""Of a decode program with heads 128 wide: one head's state, or half of it, is held in registers."""
+ALONE = 264
+"""Heads of all rows that have room on an H200 at once with their whole states."""
 
 
 @triton.jit
 def _convolve(raw, windows, conv, channel, channels, TAPS: tl.constexpr, ROWS: tl.constexpr):
-    """One token's convolution and SiLU of some channels; their window moves on by the token."""
+    """One token's convolution and SiLU of some channels, and the window's rows with the token as the last."""
     j = tl.arange(0, ROWS)[:, None]
     at = j * channels + channel[None, :]
     past = tl.load(windows + at, mask=j < TAPS - 1, other=0.0)
@@ -25,18 +28,26 @@ def _convolve(raw, windows, conv, channel, channels, TAPS: tl.constexpr, ROWS: t
     x = tl.where(j == TAPS - 1, now[None, :], past)
     taps = tl.load(conv + at, mask=j < TAPS, other=0.0)
     y = tl.sum(x.to(tl.float32) * taps, 0)
-    # Other threads may still have to read what is overwritten now.
-    tl.debug_barrier()
-    tl.store(windows + at - channels, x, mask=(j > 0) & (j < TAPS))
-    return y / (1 + tl.exp(-y))
+    return y / (1 + tl.exp(-y)), x
+
+
+@triton.jit
+def _move_on(windows, x, channel, channels, TAPS: tl.constexpr, ROWS: tl.constexpr):
+    """Store the window's rows one place further back; all reads must be done."""
+    j = tl.arange(0, ROWS)[:, None]
+    tl.store(windows + (j - 1) * channels + channel[None, :], x, mask=(j > 0) & (j < TAPS))
 
 
 @triton.jit
 def _decode_kernel(
     raw, f, gate, b, conv, exp_a, dt_bias, norm, windows, states, blocks, out,
     raw_row, f_row, gate_row, b_row, window_block, state_block, width, scale, lower_bound, l2_eps, eps,
-    K: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BOUNDED: tl.constexpr,
+    K: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BOUNDED: tl.constexpr, PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """One head of one token. The state's columns are independent: they are taken in PARTS, one after the other, so that
+    more programs have room side by side."""
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     block = tl.load(blocks + row)
@@ -45,27 +56,38 @@ def _decode_kernel(
     if block < 0:
         tl.store(out + row * width + at, tl.zeros([K], out.dtype.element_ty))
         return
-    place = states + block * state_block + head * K * K + i[:, None] * K + i[None, :]
-    s = tl.load(place).to(tl.float32)
+    V: tl.constexpr = K // PARTS
+    place = states + block * state_block + head * K * K + i[:, None] * K + tl.arange(0, V)[None, :]
     raw += row * raw_row
     windows += block * window_block
-    q = _convolve(raw, windows, conv, at, 3 * width, TAPS, ROWS)
-    k = _convolve(raw, windows, conv, width + at, 3 * width, TAPS, ROWS)
-    v = _convolve(raw, windows, conv, 2 * width + at, 3 * width, TAPS, ROWS)
+    q, q_rows = _convolve(raw, windows, conv, at, 3 * width, TAPS, ROWS)
+    k, k_rows = _convolve(raw, windows, conv, width + at, 3 * width, TAPS, ROWS)
+    v, v_rows = _convolve(raw, windows, conv, 2 * width + at, 3 * width, TAPS, ROWS)
+    z = tl.load(f + row * f_row + at).to(tl.float32) + tl.load(dt_bias + at)
+    a = tl.load(exp_a + head)
+    beta = 1 / (1 + tl.exp(-tl.load(b + row * b_row + head).to(tl.float32)))
+    # Other threads may still have to read what is overwritten now.
+    tl.debug_barrier()
+    _move_on(windows, q_rows, at, 3 * width, TAPS, ROWS)
+    _move_on(windows, k_rows, width + at, 3 * width, TAPS, ROWS)
+    _move_on(windows, v_rows, 2 * width + at, 3 * width, TAPS, ROWS)
     q = q * tl.rsqrt(tl.sum(q * q, 0) + l2_eps) * scale
     k = k * tl.rsqrt(tl.sum(k * k, 0) + l2_eps)
-    a = tl.load(exp_a + head)
-    z = tl.load(f + row * f_row + at).to(tl.float32) + tl.load(dt_bias + at)
     if BOUNDED:
         g = lower_bound / (1 + tl.exp(-a * z))
     else:
         g = -a * (tl.maximum(z, 0.0) + tl.log(1 + tl.exp(-tl.abs(z))))
-    beta = 1 / (1 + tl.exp(-tl.load(b + row * b_row + head).to(tl.float32)))
-    s = s * tl.exp(g)[:, None]
-    d = beta * (v - tl.sum(s * k[:, None], 0))
-    s += k[:, None] * d[None, :]
-    tl.store(place, s.to(states.dtype.element_ty))
-    o = tl.sum(s * q[:, None], 0)
+    decay = tl.exp(g)
+    values = tl.reshape(v, [PARTS, V])
+    part = tl.arange(0, PARTS)[:, None]
+    outputs = tl.zeros([PARTS, V], tl.float32)
+    for p in range(PARTS):
+        s = tl.load(place + p * V).to(tl.float32) * decay[:, None]
+        d = beta * (tl.sum(tl.where(part == p, values, 0.0), 0) - tl.sum(s * k[:, None], 0))
+        s += k[:, None] * d[None, :]
+        tl.store(place + p * V, s.to(states.dtype.element_ty))
+        outputs = tl.where(part == p, tl.sum(s * q[:, None], 0)[None, :], outputs)
+    o = tl.reshape(outputs, [K])
     o = o * tl.rsqrt(tl.sum(o * o, 0) / K + eps) * tl.load(norm + i)
     o = o / (1 + tl.exp(-tl.load(gate + row * gate_row + at).to(tl.float32)))
     tl.store(out + row * width + at, o.to(out.dtype.element_ty))
@@ -124,6 +146,7 @@ def decode_step(
         TAPS=taps,
         ROWS=triton.next_power_of_2(taps),
         BOUNDED=lower_bound is not None,
+        PARTS=1 if rows * heads <= ALONE or k < 64 else 2,
         num_warps=WARPS,
     )
     return out

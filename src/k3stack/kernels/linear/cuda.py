@@ -1,10 +1,12 @@
-"""Products on a GPU: plain weights, cuBLAS."""
+"""Products on a GPU: plain weights; cuBLAS, or for few tokens a kernel that streams them in."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from k3stack.kernels.linear import triton as skinny
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -14,11 +16,25 @@ def pack(weight: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """See ``reference.linear``."""
-    return F.linear(x, weight)
+    tile = skinny.tile_of(x.shape[0], *weight.shape) if _streams(x) else None
+    return F.linear(x, weight) if tile is None else skinny.linear(x, weight, tile)
+
+
+def linear_plus(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+    """``linear`` plus ``y`` [T, out]; rounded once."""
+    tile = skinny.tile_of(x.shape[0], *weight.shape) if _streams(x) else None
+    return torch.addmm(y, x, weight.T) if tile is None else skinny.linear(x, weight, tile, plus=y)
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, hidden], weight [E, hidden] in x's dtype -> fp32 [T, E]; bfloat16 products are summed and kept in fp32."""
     if x.dtype == torch.bfloat16 and x.device.type == "cuda":
+        tile = skinny.tile_of(x.shape[0], *weight.shape) if _streams(x) else None
+        if tile is not None:
+            return skinny.linear(x, weight, tile, torch.float32)
         return torch.mm(x, weight.T, out_dtype=torch.float32)
     return F.linear(x.float(), weight.float())
+
+
+def _streams(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and x.is_cuda and x.shape[0] <= skinny.MOST_TOKENS and x.stride(1) == 1

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from k3stack.kernels import launch as start
+from k3stack.kernels.launch import await_inputs
 
 HEADS = 16
 """Heads of one program: the least that a matrix instruction takes."""
@@ -18,12 +19,36 @@ PROGRAMS = 264
 MOST_SPLITS = 64
 
 
+# Not pure: as a plain conversion it would be moved behind the way through shared memory, where values of one byte
+# cannot be transposed; this way both products read the converted tile from there.
+_HALF = tl.constexpr("""
+{
+.reg .b16 a, b;
+mov.b32 {a, b}, $2;
+cvt.rn.f16x2.e4m3x2 $0, a;
+cvt.rn.f16x2.e4m3x2 $1, b;
+}
+""")
+
+
+@triton.jit
+def _cached(at, live, HALF: tl.constexpr, DTYPE: tl.constexpr):
+    """A tile of cached values for the products."""
+    value = tl.load(at, mask=live, other=0.0)
+    if HALF:
+        return tl.inline_asm_elementwise(_HALF, "=r,=r,r", [value], dtype=tl.float16, is_pure=False, pack=4)
+    else:
+        return value.to(DTYPE)
+
+
 @triton.jit
 def _attend_kernel(
     q_latent, q_shared, rows, table, lengths, partial, logsum,
     latent_head, latent_row, shared_row, shared_head, page_stride, table_row, heads, splits, scale,
     LATENT: tl.constexpr, SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -40,6 +65,10 @@ def _attend_kernel(
         return
     ql = tl.load(q_latent + h[:, None] * latent_head + row * latent_row + c[None, :], mask=here[:, None], other=0.0)
     qs = tl.load(q_shared + row * shared_row + h[:, None] * shared_head + r[None, :], mask=here[:, None], other=0.0)
+    if HALF:
+        # Every fp8 value is exact in fp16, and one instruction makes two; queries times the scale are in its range.
+        ql = (ql.to(tl.float32) * scale).to(tl.float16)
+        qs = (qs.to(tl.float32) * scale).to(tl.float16)
     best = tl.full([BLOCK_H], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, LATENT], tl.float32)
@@ -48,11 +77,11 @@ def _attend_kernel(
         live = n < end
         page = tl.load(table + row * table_row + n0 // PAGE)
         base = rows + page * page_stride + (n % PAGE)[:, None] * (LATENT + SHARED)
-        latent = tl.load(base + c[None, :], mask=live[:, None], other=0.0).to(ql.dtype)
-        shared = tl.load(base + LATENT + r[None, :], mask=live[:, None], other=0.0).to(ql.dtype)
+        latent = _cached(base + c[None, :], live[:, None], HALF, ql.dtype)
+        shared = _cached(base + LATENT + r[None, :], live[:, None], HALF, ql.dtype)
         s = tl.dot(ql, tl.trans(latent), input_precision="ieee")
         s = tl.dot(qs, tl.trans(shared), s, input_precision="ieee")
-        s = tl.where(live[None, :], s * scale, -float("inf"))
+        s = tl.where(live[None, :], s if HALF else s * scale, -float("inf"))
         top = tl.maximum(best, tl.max(s, 1))
         old = tl.exp(best - top)
         p = tl.exp(s - top[:, None])
@@ -64,7 +93,10 @@ def _attend_kernel(
 
 
 @triton.jit
-def _combine_kernel(partial, logsum, out, rows, heads, splits, LATENT: tl.constexpr, SPLITS: tl.constexpr):
+def _combine_kernel(
+    partial, logsum, out, rows, heads, splits, LATENT: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr
+):
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = (row * heads + head) * splits
@@ -87,8 +119,10 @@ def _combine_kernel(partial, logsum, out, rows, heads, splits, LATENT: tl.conste
 
 @triton.jit
 def _write_kernel(
-    kv, weight, rows, pages, places, kv_row, page_stride, eps, LATENT: tl.constexpr, SHARED: tl.constexpr
-):
+    kv, weight, rows, pages, places, kv_row, page_stride, eps,
+    LATENT: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     page = tl.load(pages + token)
     if page < 0:
@@ -148,6 +182,7 @@ def attend_latent(
         PAGE=rows.shape[1],
         BLOCK_H=HEADS,
         BLOCK_N=min(block, rows.shape[1]),
+        HALF=rows.dtype == torch.float8_e4m3fn and q_latent.dtype == torch.bfloat16,
         num_warps=warps,
         num_stages=stages,
     )

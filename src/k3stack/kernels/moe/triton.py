@@ -16,11 +16,12 @@ from torch import Tensor
 from k3stack.kernels import launch as start
 from k3stack.kernels.activation.glu import Glu
 from k3stack.kernels.activation.triton import glu
+from k3stack.kernels.launch import await_inputs
 from k3stack.kernels.moe import triton_chunk, triton_decode
 from k3stack.kernels.mxfp4.triton import SHIFT, halves, unpack
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 
-ROUTE_WARPS = 4
+ROUTE_WARPS = 1
 GROUPED = 1024
 """Choices that the grouping kernel looks at in one go."""
 
@@ -45,23 +46,23 @@ SUMMED = 256
 
 
 @triton.jit
-def _route_kernel(
-    logits, bias, ids, weights, experts, scaling,
+def _route(
+    logits, bias, ids, weights, token, row, experts, scaling,
     TOPK: tl.constexpr, KEPT: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
+    """The choice of one token, whose logits lie at ``row`` tokens' distance. One warp: maxima need no shared memory."""
+    logits += token * row
     e = tl.arange(0, BLOCK)
     live = e < experts
-    s = 1 / (1 + tl.exp(-tl.load(logits + token * experts + e, mask=live, other=0.0)))
+    s = 1 / (1 + tl.exp(-tl.load(logits + e, mask=live, other=0.0)))
     score = tl.where(live, s + tl.load(bias + e, mask=live, other=0.0), -float("inf"))
     j = tl.arange(0, KEPT)
-    kept = tl.zeros([KEPT], tl.float32)
     chosen = tl.zeros([KEPT], tl.int32)
     for i in range(TOPK):
-        best = tl.argmax(score, 0)
-        kept = tl.where(j == i, tl.sum(tl.where(e == best, s, 0.0), 0), kept)
+        best = tl.min(tl.where(score == tl.max(score, 0), e, BLOCK), 0)
         chosen = tl.where(j == i, best, chosen)
         score = tl.where(e == best, -float("inf"), score)
+    kept = 1 / (1 + tl.exp(-tl.load(logits + chosen, mask=j < TOPK, other=-float("inf"))))
     if RENORMALIZE:
         kept = kept / (tl.sum(kept, 0) + 1e-20)
     tl.store(ids + token * TOPK + j, chosen.to(tl.int64), mask=j < TOPK)
@@ -69,7 +70,45 @@ def _route_kernel(
 
 
 @triton.jit
-def _group_kernel(ids, lists, counts, first, total, capacity, BLOCK: tl.constexpr):
+def _route_kernel(
+    logits, bias, ids, weights, experts, scaling,
+    TOPK: tl.constexpr, KEPT: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    await_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    _route(logits, bias, ids, weights, token, experts, experts, scaling, TOPK, KEPT, RENORMALIZE, BLOCK)
+
+
+@triton.jit
+def _choose_kernel(
+    products, bias, ids, weights, latent, hidden, row, experts, latent_width, inner, scaling, beta, linear_beta,
+    TOPK: tl.constexpr, KEPT: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
+    SITU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Of one token: the choice (program 0), a piece of the latent input, or of the shared MLP's activation."""
+    await_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    pieces = tl.cdiv(latent_width, PIECE)
+    if part == 0:
+        _route(products, bias, ids, weights, token, row, experts, scaling, TOPK, KEPT, RENORMALIZE, BLOCK)
+    elif part <= pieces:
+        at = (part - 1) * PIECE + tl.arange(0, PIECE)
+        value = tl.load(products + token * row + experts + at, mask=at < latent_width, other=0.0)
+        tl.store(latent + token * latent_width + at, value.to(latent.dtype.element_ty), mask=at < latent_width)
+    else:
+        at = (part - 1 - pieces) * PIECE + tl.arange(0, PIECE)
+        own = products + token * row + experts + latent_width + at
+        kind = hidden.dtype.element_ty
+        gate = tl.load(own, mask=at < inner, other=0.0).to(kind).to(tl.float32)
+        up = tl.load(own + inner, mask=at < inner, other=0.0).to(kind).to(tl.float32)
+        y = glu(gate, up, beta, linear_beta, SITU)
+        tl.store(hidden + token * inner + at, y.to(kind), mask=at < inner)
+
+
+@triton.jit
+def _group_kernel(ids, lists, counts, first, total, capacity, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    await_inputs(PDL)
     expert = tl.program_id(0)
     found = 0
     for begin in range(0, total, BLOCK):
@@ -116,9 +155,10 @@ def _plain_product(x, w, k0, width, live, n_live, M: tl.constexpr, N: tl.constex
 def _in_kernel(
     x, w, scale, lists, counts, out, x_row, width, inner, capacity, beta, linear_beta, factor,
     TOPK: tl.constexpr, SITU: tl.constexpr, PACKED: tl.constexpr, BF16: tl.constexpr, PARTS: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """gate and up of one expert's tokens, then the activation: N inner columns of M tokens at a time."""
+    await_inputs(PDL)
     expert = (tl.program_id(1) // PARTS).to(tl.int64)
     part = tl.program_id(1) % PARTS
     count = tl.load(counts + expert)
@@ -160,9 +200,10 @@ def _in_kernel(
 def _out_kernel(
     x, w, scale, lists, counts, out, inner, width, capacity, factor,
     PACKED: tl.constexpr, BF16: tl.constexpr, PARTS: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The down product of one expert's tokens: N of ``width`` columns of M tokens at a time."""
+    await_inputs(PDL)
     expert = (tl.program_id(1) // PARTS).to(tl.int64)
     part = tl.program_id(1) % PARTS
     count = tl.load(counts + expert)
@@ -197,8 +238,10 @@ def _out_kernel(
 
 @triton.jit
 def _sum_kernel(
-    results, ids, weights, out, first, experts, width, TOPK: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr
-):
+    results, ids, weights, out, first, experts, width,
+    TOPK: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     j = tl.arange(0, KEPT)
@@ -236,6 +279,38 @@ def route(
     return ids, weights
 
 
+def choose(
+    products: Tensor,
+    bias: Tensor,
+    sizes: tuple[int, int, int],
+    activation: Glu,
+    top_k: int,
+    scaling: float,
+    renormalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What follows the products fp32 [T, sum of sizes]: the router's (see ``route``), the latent input's, and gate and
+    up of the shared MLP. ids int64 and weights [T, top_k]; latent input and the MLP's activation in bfloat16."""
+    tokens, (experts, latent_width, double) = products.shape[0], sizes
+    device, inner = products.device, double // 2
+    ids = torch.empty(tokens, top_k, dtype=torch.int64, device=device)
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
+    latent, hidden = (torch.empty(tokens, n, dtype=torch.bfloat16, device=device) for n in (latent_width, inner))
+    start.launch(
+        _choose_kernel,
+        (tokens, 1 + triton.cdiv(latent_width, SUMMED) + triton.cdiv(inner, SUMMED)),
+        *(products, bias, ids, weights, latent, hidden, products.stride(0), experts, latent_width, inner),
+        *(scaling, activation.beta, activation.linear_beta),
+        TOPK=top_k,
+        KEPT=triton.next_power_of_2(top_k),
+        RENORMALIZE=renormalize,
+        BLOCK=triton.next_power_of_2(experts),
+        PIECE=SUMMED,
+        SITU=activation.kind == "situ",
+        num_warps=ROUTE_WARPS,
+    )
+    return ids, weights, latent, hidden
+
+
 def experts(
     x: Tensor,
     ids: Tensor,
@@ -252,11 +327,12 @@ def experts(
     mean = tokens * top_k / (total or w13.shape[0])
     if mean > FEW and x.dtype == torch.bfloat16 and triton_chunk.fits(w13):
         return triton_chunk.experts(x, ids, weights, w13, w2, activation, first)
-    lists, counts = group(ids, w13.shape[0], first)
     if isinstance(w13, Mxfp4Weight) and isinstance(w2, Mxfp4Weight) and x.dtype == torch.bfloat16 and mean <= FEWEST:
-        rows = triton_decode.ONE if tokens == 1 else triton_decode.SOME
-        results = triton_decode.results(x, w13, w2, activation, lists, counts, top_k, (rows, rows))
+        groups = (ids, first) if tokens == 1 else group(ids, w13.shape[0], first)
+        warps = triton_decode.ONE if tokens == 1 else triton_decode.SOME
+        results = triton_decode.results(x, w13, w2, activation, groups, top_k, warps)
     else:
+        lists, counts = group(ids, w13.shape[0], first)
         tiles = DECODE if mean <= FEW else CHUNK
         results = tiled(x, w13, w2, activation, lists, counts, top_k, (tiles, tiles))
     return add_up(results, ids, weights, first, w13.shape[0])

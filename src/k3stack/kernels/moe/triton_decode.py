@@ -1,10 +1,11 @@
 """MXFP4 experts of a decode step: few tokens an expert, so what counts is how fast the weights' bytes are taken in.
 
-A word of 4 bytes holds the codes of 8 neighbouring columns. Its nibbles i and i + 4 become one register of two fp16
-numbers by two shifts and two logic operations, and are multiplied with the activations of columns i and i + 4 at once.
-fp16 holds a bfloat16 activation exactly once it is scaled by a power of two; 8 products are added in fp16, everything
-else in fp32. A weight's scale is applied to the sum over its 32 columns. No tensor cores: with one or two tokens they
-would be idle, and the weights would have to pass through shared memory.
+Written a thread at a time: every tensor here has one value a thread, so that the codes go from memory straight to where
+a matrix instruction (m16n8k16) wants them, and no weight passes through shared memory. A warp takes 16 rows of two
+matrices and 8 tokens. Of 128 columns a thread reads 16 bytes of two rows: one group of 32 columns each, which has one
+scale. In a word of 8 codes the nibbles i and i + 4 become one register of two bfloat16 numbers by two shifts and two
+logic operations; the activations of columns i and i + 4 are brought together to match. The next columns' codes are
+read before the present ones are multiplied. Products are exact, sums in fp32.
 """
 
 from __future__ import annotations
@@ -19,230 +20,328 @@ from torch import Tensor
 from k3stack.kernels import launch as start
 from k3stack.kernels.activation.glu import Glu
 from k3stack.kernels.activation.triton import glu
+from k3stack.kernels.launch import await_inputs
+from k3stack.kernels.mxfp4.triton import SHIFT
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 
-WORDS = 8
-"""Columns of one word."""
-TOP = tl.constexpr(14)
-"""Activations are scaled so that a token's largest lies between 2^14 and 2^15."""
-INNER_FACTOR = tl.constexpr(512.0)
-"""SiTU's outputs are below 4 * 25: times 2^9 they are finite in fp16. (Where all are below 1e-4, bits are lost.)"""
+TILE, TOKENS = 16, 8
+"""Weight rows and tokens of a matrix instruction."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """One program's tile: weight rows, groups of 32 columns a pass, tokens at once, warps."""
+class Warps:
+    """Of one program: ``columns`` warps share the columns of the same rows, ``rows`` times over; steps of the loop are
+    ``unroll``ed."""
 
-    n: int
-    groups: int
-    tokens: int
-    warps: int
+    columns: int
+    rows: int
+    unroll: int = 1
 
 
-ONE = Rows(16, 32, 1, 8)
-SOME = Rows(16, 16, 2, 4)
+ONE = (Warps(4, 1, 2), Warps(8, 1, 2))
+SOME = (Warps(2, 2), Warps(2, 2))
+"""Of the product into the experts and the one out of them: for one token, and for more (``benchmarks.tiles``)."""
 
-# Codes come out 2^-14 times what they stand for: the bits of e2m1 below fp16's sign, in the lowest bits of its exponent
-# and the highest of its mantissa. lop3 with 0xEA is (a and b) or c.
-_UNPACK = tl.constexpr("""
+# 256 bytes come into the cache where 16 are read: the others are the next steps' and the neighbouring warps'.
+_LOAD = tl.constexpr("ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];")
+_LOAD_IF = tl.constexpr("""
 {
-.reg .b32 s, m;
-shl.b32 s, $4, 12; shl.b32 m, $4, 9; and.b32 s, s, 0x80008000; lop3.b32 $0, m, 0x0E000E00, s, 0xEA;
-shl.b32 s, $4, 8; shl.b32 m, $4, 5; and.b32 s, s, 0x80008000; lop3.b32 $1, m, 0x0E000E00, s, 0xEA;
-shl.b32 s, $4, 4; shl.b32 m, $4, 1; and.b32 s, s, 0x80008000; lop3.b32 $2, m, 0x0E000E00, s, 0xEA;
-shr.b32 m, $4, 3; and.b32 s, $4, 0x80008000; lop3.b32 $3, m, 0x0E000E00, s, 0xEA;
+.reg .pred p; .reg .b32 a, b, c, d;
+setp.ne.b32 p, $5, 0;
+mov.b32 a, 0; mov.b32 b, 0; mov.b32 c, 0; mov.b32 d, 0;
+@p ld.global.nc.v4.b32 {a, b, c, d}, [$4];
+prmt.b32 $0, a, c, 0x5410; prmt.b32 $1, a, c, 0x7632; prmt.b32 $2, b, d, 0x5410; prmt.b32 $3, b, d, 0x7632;
 }
 """)
-_DOT = tl.constexpr("""
+# Codes come out 2^-126 times what they stand for: the bits of e2m1 below bfloat16's sign, in the lowest bits of its
+# exponent and the highest of its mantissa (0.5 is a subnormal number). lop3 with 0xEA is (a and b) or c.
+_WORD = tl.constexpr("""
 {
-.reg .b32 p; .reg .b16 a, b; .reg .f32 x, y;
-mul.rn.f16x2 p, $1, $5;
-fma.rn.f16x2 p, $2, $6, p;
-fma.rn.f16x2 p, $3, $7, p;
-fma.rn.f16x2 p, $4, $8, p;
-mov.b32 {a, b}, p;
-cvt.f32.f16 x, a; cvt.f32.f16 y, b; add.f32 $0, x, y;
+.reg .b32 s, m, p0, p1, p2, p3, r0, r1, r2, r3; .reg .f32 d0, d1, d2, d3;
+shl.b32 s, $4, 12; shl.b32 m, $4, 6; and.b32 m, m, 0x01C001C0; lop3.b32 p0, s, 0x80008000, m, 0xEA;
+shl.b32 s, $4, 8; shl.b32 m, $4, 2; and.b32 m, m, 0x01C001C0; lop3.b32 p1, s, 0x80008000, m, 0xEA;
+shl.b32 s, $4, 4; shr.b32 m, $4, 2; and.b32 m, m, 0x01C001C0; lop3.b32 p2, s, 0x80008000, m, 0xEA;
+shr.b32 m, $4, 6; and.b32 m, m, 0x01C001C0; lop3.b32 p3, $4, 0x80008000, m, 0xEA;
+shl.b32 s, $5, 12; shl.b32 m, $5, 6; and.b32 m, m, 0x01C001C0; lop3.b32 r0, s, 0x80008000, m, 0xEA;
+shl.b32 s, $5, 8; shl.b32 m, $5, 2; and.b32 m, m, 0x01C001C0; lop3.b32 r1, s, 0x80008000, m, 0xEA;
+shl.b32 s, $5, 4; shr.b32 m, $5, 2; and.b32 m, m, 0x01C001C0; lop3.b32 r2, s, 0x80008000, m, 0xEA;
+shr.b32 m, $5, 6; and.b32 m, m, 0x01C001C0; lop3.b32 r3, $5, 0x80008000, m, 0xEA;
+mul.rn.bf16x2 p0, p0, $6; mul.rn.bf16x2 p1, p1, $6; mul.rn.bf16x2 p2, p2, $6; mul.rn.bf16x2 p3, p3, $6;
+mul.rn.bf16x2 r0, r0, $7; mul.rn.bf16x2 r1, r1, $7; mul.rn.bf16x2 r2, r2, $7; mul.rn.bf16x2 r3, r3, $7;
+mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {d0, d1, d2, d3}, {p0, r0, p1, r1}, {$8, $9}, {$12, $13, $14, $15};
+mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {p2, r2, p3, r3}, {$10, $11}, {d0, d1, d2, d3};
 }
 """)
 
 
 @triton.jit
-def _codes(word, ASM: tl.constexpr):
-    """Four registers of two fp16 codes (2^-14 times) from a word: nibbles (0, 4), (1, 5), (2, 6), (3, 7)."""
+def _codes(words, at, ASM: tl.constexpr):
+    """Four neighbouring words from ``words`` + ``at`` a thread."""
     if ASM:
+        address = (words + at).to(tl.int64)
         return tl.inline_asm_elementwise(
-            _UNPACK, "=r,=r,=r,=r,r", [word], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+            _LOAD, "=r,=r,=r,=r,l", [address], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1
         )
     else:
+        return tl.load(words + at), tl.load(words + at + 1), tl.load(words + at + 2), tl.load(words + at + 3)
+
+
+@triton.jit
+def _activations(x, at, live, ASM: tl.constexpr):
+    """Eight bfloat16 values from the pairs ``x`` + ``at`` on, as pairs (0, 4), (1, 5), (2, 6), (3, 7); else zeros."""
+    if ASM:
+        address = (x + at).to(tl.int64)
+        return tl.inline_asm_elementwise(
+            _LOAD_IF,
+            "=r,=r,=r,=r,l,r",
+            [address, live.to(tl.int32)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        a = tl.load(x + at, mask=live, other=0)
+        b = tl.load(x + at + 1, mask=live, other=0)
+        c = tl.load(x + at + 2, mask=live, other=0)
+        d = tl.load(x + at + 3, mask=live, other=0)
+        low = 65535
+        high = -65536
         return (
-            ((word << 12) & -2147450880) | ((word << 9) & 0x0E000E00),
-            ((word << 8) & -2147450880) | ((word << 5) & 0x0E000E00),
-            ((word << 4) & -2147450880) | ((word << 1) & 0x0E000E00),
-            (word & -2147450880) | ((word >> 3) & 0x0E000E00),
+            (a & low) | (c << 16),
+            ((a >> 16) & low) | (c & high),
+            (b & low) | (d << 16),
+            ((b >> 16) & low) | (d & high),
         )
 
 
 @triton.jit
-def _both(a, b):
-    """The two products of two registers of fp16 pairs, added, in fp32."""
-    low = (a & 65535).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    high = ((a >> 16) & 65535).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    x = (b & 65535).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    y = ((b >> 16) & 65535).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return low * x + high * y
+def _pair(word, factor, LEFT: tl.constexpr, BITS: tl.constexpr):
+    """One register of two codes as two fp32 numbers, scaled."""
+    m = word << BITS if BITS >= 0 else word >> -BITS
+    p = ((word << LEFT) & -2147450880) | (m & 0x01C001C0)
+    scale = (factor << 16).to(tl.float32, bitcast=True)
+    return (p << 16).to(tl.float32, bitcast=True) * scale, (p & -65536).to(tl.float32, bitcast=True) * scale
 
 
 @triton.jit
-def _dot(c0, c1, c2, c3, x0, x1, x2, x3, ASM: tl.constexpr):
-    """The sum of a word's 8 products."""
+def _rows_by_tokens(a, b, PER: tl.constexpr):
+    """The part of a product to which one register of each side contributes: [warps, 8 rows, 8 tokens]."""
+    return tl.sum(tl.reshape(a, [PER, 8, 1, 4]) * tl.reshape(b, [PER, 1, 8, 4]), 3)
+
+
+@triton.jit
+def _word_in_steps(word, factor, x, PER: tl.constexpr):
+    """Products of 8 rows and 8 tokens a warp over the columns of the words, as the two values a thread."""
+    acc = tl.zeros([PER, 8, 8], tl.float32)
+    for i in tl.static_range(4):
+        low, high = _pair(word, factor, 12 - 4 * i, 6 if i == 0 else 2 if i == 1 else -2 if i == 2 else -6)
+        acc += _rows_by_tokens(low, (x[i] << 16).to(tl.float32, bitcast=True), PER)
+        acc += _rows_by_tokens(high, (x[i] & -65536).to(tl.float32, bitcast=True), PER)
+    even, odd = tl.split(tl.reshape(acc, [PER, 8, 4, 2]))
+    return tl.reshape(even, [PER * 32]), tl.reshape(odd, [PER * 32])
+
+
+@triton.jit
+def _word(a, b, fa, fb, x, c, PER: tl.constexpr, ASM: tl.constexpr):
+    """Add the products of two words (rows r and r + 8) to a thread's four sums."""
     if ASM:
         return tl.inline_asm_elementwise(
-            _DOT, "=f,r,r,r,r,r,r,r,r", [c0, c1, c2, c3, x0, x1, x2, x3], dtype=tl.float32, is_pure=True, pack=1
+            _WORD,
+            "=f,=f,=f,=f,r,r,r,r,r,r,r,r,f,f,f,f",
+            [a, b, fa, fb, x[0], x[1], x[2], x[3], c[0], c[1], c[2], c[3]],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=False,
+            pack=1,
         )
     else:
-        return _both(c0, x0) + _both(c1, x1) + _both(c2, x2) + _both(c3, x3)
+        d0, d1 = _word_in_steps(a, fa, x, PER)
+        d2, d3 = _word_in_steps(b, fb, x, PER)
+        return c[0] + d0, c[1] + d1, c[2] + d2, c[3] + d3
 
 
 @triton.jit
-def _weigh(words, scale, x0, x1, x2, x3, y0, y1, y2, y3, first, second, TWO: tl.constexpr, ASM: tl.constexpr):
-    """Add this pass's products to the sums [N, G] of one or two tokens. words [N, G, 4], scale [N, G] as bytes."""
-    factor = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    c0, c1, c2, c3 = _codes(words, ASM)
-    first += tl.sum(_dot(c0, c1, c2, c3, x0, x1, x2, x3, ASM), 2) * factor
-    if TWO:
-        second += tl.sum(_dot(c0, c1, c2, c3, y0, y1, y2, y3, ASM), 2) * factor
-    return first, second
+def _factor(scale):
+    """The scale of a group as bfloat16, twice in a register; see SHIFT."""
+    return tl.minimum(scale.to(tl.int32) + (126 - SHIFT), 254) * 0x00800080
 
 
 @triton.jit
-def _activations(x, at, there, words):
-    """The four registers of each word [1, G, 4] of one token."""
-    x0 = tl.load(x + at, mask=there, other=0)
-    x1 = tl.load(x + words + at, mask=there, other=0)
-    x2 = tl.load(x + 2 * words + at, mask=there, other=0)
-    x3 = tl.load(x + 3 * words + at, mask=there, other=0)
-    return x0, x1, x2, x3
+def _four_words(packed, r0, r1, r2, r3, at, ASM: tl.constexpr):
+    """The next 16 bytes of four rows."""
+    return (
+        _codes(packed, (r0 + at) * 4, ASM),
+        _codes(packed, (r1 + at) * 4, ASM),
+        _codes(packed, (r2 + at) * 4, ASM),
+        _codes(packed, (r3 + at) * 4, ASM),
+    )
 
 
 @triton.jit
-def _prepare_kernel(x, out, factors, x_row, words, BLOCK: tl.constexpr):
-    """One token's activations as fp16 in the order of the codes, and what its sums must be multiplied with."""
-    token = tl.program_id(0).to(tl.int64)
-    w = tl.arange(0, BLOCK)[:, None]
-    i = tl.arange(0, 8)[None, :]
-    value = tl.load(x + token * x_row + w * 8 + i, mask=w < words, other=0.0).to(tl.float32)
-    exponent = (tl.max(tl.max(tl.abs(value), 1), 0).to(tl.int32, bitcast=True) >> 23) & 255
-    up = tl.minimum(254 + TOP - exponent, 254) << 23
-    down = tl.minimum(exponent + 14 - TOP, 254) << 23
-    half = (value * up.to(tl.float32, bitcast=True)).to(tl.float16)
-    tl.store(out + token * words * 8 + ((i % 4) * words + w) * 2 + i // 4, half, mask=w < words)
-    tl.store(factors + token, down.to(tl.float32, bitcast=True))
+def _four_scales(scale, r0, r1, r2, r3, at):
+    return tl.load(scale + r0 + at), tl.load(scale + r1 + at), tl.load(scale + r2 + at), tl.load(scale + r3 + at)
+
+
+@triton.jit
+def _two_rows(a, b, sa, sb, x0, x1, x2, x3, c, PER: tl.constexpr, ASM: tl.constexpr):
+    """Add the products of 16 bytes each of rows r and r + 8 to a thread's four sums."""
+    fa = _factor(sa)
+    fb = _factor(sb)
+    c = _word(a[0], b[0], fa, fb, x0, c, PER, ASM)
+    c = _word(a[1], b[1], fa, fb, x1, c, PER, ASM)
+    c = _word(a[2], b[2], fa, fb, x2, c, PER, ASM)
+    c = _word(a[3], b[3], fa, fb, x3, c, PER, ASM)
+    return c
+
+
+@triton.jit
+def _sums(
+    x, live, packed, scale, first, second, limit, groups, q, kw,
+    KW: tl.constexpr, PER: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """A thread's sums over its warp's share of the columns: rows ``first`` and ``second`` (and 8 below each) times
+    tokens. x: int32 pointers to the thread's token; rows of ``limit`` and more are read as the last one."""
+    r0 = tl.minimum(first, limit - 1) * groups
+    r1 = tl.minimum(first + 8, limit - 1) * groups
+    r2 = tl.minimum(second, limit - 1) * groups
+    r3 = tl.minimum(second + 8, limit - 1) * groups
+    zero = q.to(tl.float32) * 0.0
+    c = (zero, zero, zero, zero)
+    d = (zero, zero, zero, zero)
+    own = kw * 4 + q
+    last = groups - 1
+    # EVEN: every step is whole; what would be read behind the last step is the last step again.
+    end = groups - KW * 4
+    at = own if EVEN else tl.minimum(own, last)
+    words = _four_words(packed, r0, r1, r2, r3, at, ASM)
+    scales = _four_scales(scale, r0, r1, r2, r3, at)
+    for step in tl.range(0, groups, KW * 4, loop_unroll_factor=UNROLL):
+        now = step + own if EVEN else tl.minimum(step + own, last)
+        here = live if EVEN else live & (step + own < groups)
+        x0 = _activations(x, now * 16, here, ASM)
+        x1 = _activations(x, now * 16 + 4, here, ASM)
+        x2 = _activations(x, now * 16 + 8, here, ASM)
+        x3 = _activations(x, now * 16 + 12, here, ASM)
+        ahead = step + KW * 4
+        at = own + tl.minimum(ahead, end) if EVEN else tl.minimum(ahead + own, last)
+        new_words = _four_words(packed, r0, r1, r2, r3, at, ASM)
+        new_scales = _four_scales(scale, r0, r1, r2, r3, at)
+        c = _two_rows(words[0], words[1], scales[0], scales[1], x0, x1, x2, x3, c, PER, ASM)
+        d = _two_rows(words[2], words[3], scales[2], scales[3], x0, x1, x2, x3, d, PER, ASM)
+        words = new_words
+        scales = new_scales
+    return c, d
+
+
+@triton.jit
+def _together(c, KW: tl.constexpr, RW: tl.constexpr):
+    """Sums of the warps that share rows: [RW * 32]."""
+    if KW == 1:
+        return c
+    else:
+        return tl.reshape(tl.sum(tl.reshape(c, [RW, KW, 32]), 1), [RW * 32])
+
+
+@triton.jit
+def _share(lists, counts, capacity, experts, LONE: tl.constexpr):
+    """The expert of this program and how many tokens it has. LONE: one token; ``lists`` are its choices, less the first
+    expert here (``counts``: an int), and each choice has its programs."""
+    if LONE:
+        expert = tl.load(lists + tl.program_id(1)) - counts
+        return tl.where((expert >= 0) & (expert < experts), expert, 0), ((expert >= 0) & (expert < experts)).to(
+            tl.int32
+        )
+    else:
+        expert = tl.program_id(1).to(tl.int64)
+        return expert, tl.load(counts + expert)
+
+
+@triton.jit
+def _choice(lists, at, LONE: tl.constexpr):
+    """Which choices are in an expert's list at ``at``."""
+    if LONE:
+        return at * 0 + tl.program_id(1)
+    else:
+        return tl.load(lists + at)
 
 
 @triton.jit
 def _in_kernel(
-    x, factors, packed, scale, lists, counts, out, words, inner, capacity, beta, linear_beta,
-    TOPK: tl.constexpr, SITU: tl.constexpr, N: tl.constexpr, G: tl.constexpr, TWO: tl.constexpr, ASM: tl.constexpr,
-    DTYPE: tl.constexpr,
+    x, packed, scale, lists, counts, out, x_row, width, inner, capacity, experts, beta, linear_beta, factor,
+    TOPK: tl.constexpr, SITU: tl.constexpr, LONE: tl.constexpr, KW: tl.constexpr, RW: tl.constexpr,
+    UNROLL: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """N inner columns (gate and up, then the activation) of one expert's tokens, one or two at a time."""
-    expert = tl.program_id(1).to(tl.int64)
-    count = tl.load(counts + expert)
-    STEP: tl.constexpr = 2 if TWO else 1
-    n = tl.program_id(0) * N + tl.arange(0, N)
-    g = tl.arange(0, G)
-    j = tl.arange(0, 4)[None, None, :]
-    live = n < inner
-    gate_row = expert * 2 * inner + n
-    up_row = gate_row + inner
-    groups = words // 4
-    for m in range(0, count, STEP):
-        pair = tl.load(lists + expert * capacity + m).to(tl.int64)
-        other = tl.load(lists + expert * capacity + tl.minimum(m + STEP - 1, count - 1)).to(tl.int64)
-        xs = x + pair // TOPK * words * 4
-        ys = x + other // TOPK * words * 4
-        gate = tl.zeros([N, G], tl.float32)
-        up = tl.zeros([N, G], tl.float32)
-        gate_2 = tl.zeros([N, G], tl.float32)
-        up_2 = tl.zeros([N, G], tl.float32)
-        for g0 in range(0, groups, G):
-            here = g0 + g < groups
-            at = (g0 + g)[None, :, None] * 4 + j
-            there = here[None, :, None]
-            both = live[:, None] & here[None, :]
-            w_gate = tl.load(packed + gate_row[:, None, None] * words + at, mask=both[:, :, None], other=0)
-            w_up = tl.load(packed + up_row[:, None, None] * words + at, mask=both[:, :, None], other=0)
-            s_gate = tl.load(scale + gate_row[:, None] * groups + (g0 + g)[None, :], mask=both, other=0)
-            s_up = tl.load(scale + up_row[:, None] * groups + (g0 + g)[None, :], mask=both, other=0)
-            x0, x1, x2, x3 = _activations(xs, at, there, words)
-            y0, y1, y2, y3 = x0, x1, x2, x3
-            if TWO:
-                y0, y1, y2, y3 = _activations(ys, at, there, words)
-            gate, gate_2 = _weigh(w_gate, s_gate, x0, x1, x2, x3, y0, y1, y2, y3, gate, gate_2, TWO, ASM)
-            up, up_2 = _weigh(w_up, s_up, x0, x1, x2, x3, y0, y1, y2, y3, up, up_2, TWO, ASM)
-        f = tl.load(factors + pair // TOPK)
-        _store_inner(
-            out + pair * inner, tl.sum(gate, 1) * f, tl.sum(up, 1) * f, n, inner, live, beta, linear_beta, SITU, DTYPE
-        )
-        if TWO:
-            f = tl.load(factors + other // TOPK)
-            _store_inner(
-                out + other * inner,
-                tl.sum(gate_2, 1) * f,
-                tl.sum(up_2, 1) * f,
-                n,
-                inner,
-                live,
-                beta,
-                linear_beta,
-                SITU,
-                DTYPE,
-            )
+    """16 RW inner columns (gate and up, then the activation) of one expert's tokens, 8 at a time."""
+    await_inputs(PDL)
+    expert, count = _share(lists, counts, capacity, experts, LONE)
+    if not LONE:
+        lists += expert * capacity
+    groups = width // 32
+    thread = tl.arange(0, 32 * KW * RW)
+    row = (tl.program_id(0) * RW + thread // 32 // KW) * 16 + thread % 32 // 4
+    # Results: threads of the warps that remain once those that shared rows are added up.
+    end = tl.arange(0, 32 * RW)
+    n = (tl.program_id(0) * RW + end // 32) * 16 + end % 32 // 4
+    for m0 in range(0, count, 8):
+        m = m0 + thread % 32 // 4
+        pair = _choice(lists, tl.minimum(m, count - 1), LONE)
+        own = x + (pair // TOPK).to(tl.int64) * x_row
+        c, d = _sums(
+            own, m < count, packed + expert * 2 * inner * groups * 4, scale + expert * 2 * inner * groups,
+            row, row + inner, 2 * inner, groups, thread % 4, thread // 32 % KW,
+            KW, KW * RW, UNROLL, EVEN, ASM,
+        )  # fmt: skip
+        token = m0 + end % 4 * 2
+        to = _choice(lists, tl.minimum(token, count - 1), LONE).to(tl.int64)
+        next_to = _choice(lists, tl.minimum(token + 1, count - 1), LONE).to(tl.int64)
+        for i in tl.static_range(4):
+            to_row = out + (to if i % 2 == 0 else next_to) * inner
+            column = n + 8 * (i // 2)
+            live = (column < inner) & (token + i % 2 < count)
+            gate = _together(c[i], KW, RW) * factor
+            up = _together(d[i], KW, RW) * factor
+            _store_inner(to_row, gate, up, column, live, beta, linear_beta, SITU, DTYPE)
 
 
 @triton.jit
-def _store_inner(out, gate, up, n, inner, live, beta, linear_beta, SITU: tl.constexpr, DTYPE: tl.constexpr):
-    """Activate, round as the reference does, and store for the next product as ``_prepare_kernel`` stores."""
-    y = glu(gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32), beta, linear_beta, SITU).to(DTYPE)
-    half = (y.to(tl.float32) * INNER_FACTOR).to(tl.float16)
-    i = n % 8
-    tl.store(out + ((i % 4) * (inner // 8) + n // 8) * 2 + i // 4, half, mask=live)
+def _store_inner(out, gate, up, n, live, beta, linear_beta, SITU: tl.constexpr, DTYPE: tl.constexpr):
+    """Activate, and round as the reference does."""
+    y = glu(gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32), beta, linear_beta, SITU)
+    tl.store(out + n, y.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
 def _out_kernel(
-    x, packed, scale, lists, counts, out, words, width, capacity, factor,
-    N: tl.constexpr, G: tl.constexpr, TWO: tl.constexpr, ASM: tl.constexpr,
+    x, packed, scale, lists, counts, out, inner, width, capacity, experts, factor,
+    LONE: tl.constexpr, KW: tl.constexpr, RW: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """N columns of the down product of one expert's tokens, one or two at a time."""
-    expert = tl.program_id(1).to(tl.int64)
-    count = tl.load(counts + expert)
-    STEP: tl.constexpr = 2 if TWO else 1
-    n = tl.program_id(0) * N + tl.arange(0, N)
-    g = tl.arange(0, G)
-    j = tl.arange(0, 4)[None, None, :]
-    live = n < width
-    row = expert * width + n
-    groups = words // 4
-    for m in range(0, count, STEP):
-        pair = tl.load(lists + expert * capacity + m).to(tl.int64)
-        other = tl.load(lists + expert * capacity + tl.minimum(m + STEP - 1, count - 1)).to(tl.int64)
-        first = tl.zeros([N, G], tl.float32)
-        second = tl.zeros([N, G], tl.float32)
-        for g0 in range(0, groups, G):
-            here = g0 + g < groups
-            at = (g0 + g)[None, :, None] * 4 + j
-            both = live[:, None] & here[None, :]
-            codes = tl.load(packed + row[:, None, None] * words + at, mask=both[:, :, None], other=0)
-            byte = tl.load(scale + row[:, None] * groups + (g0 + g)[None, :], mask=both, other=0)
-            x0, x1, x2, x3 = _activations(x + pair * words * 4, at, here[None, :, None], words)
-            y0, y1, y2, y3 = x0, x1, x2, x3
-            if TWO:
-                y0, y1, y2, y3 = _activations(x + other * words * 4, at, here[None, :, None], words)
-            first, second = _weigh(codes, byte, x0, x1, x2, x3, y0, y1, y2, y3, first, second, TWO, ASM)
-        tl.store(out + pair * width + n, (tl.sum(first, 1) * factor).to(out.dtype.element_ty), mask=live)
-        if TWO:
-            tl.store(out + other * width + n, (tl.sum(second, 1) * factor).to(out.dtype.element_ty), mask=live)
+    """32 RW columns of the down product of one expert's tokens, 8 at a time."""
+    await_inputs(PDL)
+    expert, count = _share(lists, counts, capacity, experts, LONE)
+    if not LONE:
+        lists += expert * capacity
+    groups = inner // 32
+    thread = tl.arange(0, 32 * KW * RW)
+    row = (tl.program_id(0) * RW + thread // 32 // KW) * 32 + thread % 32 // 4
+    end = tl.arange(0, 32 * RW)
+    n = (tl.program_id(0) * RW + end // 32) * 32 + end % 32 // 4
+    for m0 in range(0, count, 8):
+        m = m0 + thread % 32 // 4
+        pair = _choice(lists, tl.minimum(m, count - 1), LONE)
+        own = x + pair.to(tl.int64) * (inner // 2)
+        c, d = _sums(
+            own, m < count, packed + expert * width * groups * 4, scale + expert * width * groups,
+            row, row + 16, width, groups, thread % 4, thread // 32 % KW, KW, KW * RW, UNROLL, EVEN, ASM,
+        )  # fmt: skip
+        token = m0 + end % 4 * 2
+        to = _choice(lists, tl.minimum(token, count - 1), LONE).to(tl.int64)
+        next_to = _choice(lists, tl.minimum(token + 1, count - 1), LONE).to(tl.int64)
+        for i in tl.static_range(8):
+            to_row = out + (to if i % 2 == 0 else next_to) * width
+            column = n + 8 * (i // 2)
+            total = _together(c[i] if i < 4 else d[i - 4], KW, RW) * factor
+            live = (column < width) & (token + i % 2 < count)
+            tl.store(to_row + column, total.to(out.dtype.element_ty), mask=live)
 
 
 def results(
@@ -250,58 +349,58 @@ def results(
     w13: Mxfp4Weight,
     w2: Mxfp4Weight,
     activation: Glu,
-    lists: Tensor,
-    counts: Tensor,
+    groups: tuple[Tensor, Tensor] | tuple[Tensor, int],
     top_k: int,
-    rows: tuple[Rows, Rows],
+    warps: tuple[Warps, Warps],
     *,
     asm: bool = True,
 ) -> Tensor:
-    """Each choice's expert output [T top_k, L] in x's dtype; choices of experts elsewhere are left unwritten.
+    """Each choice's expert output [T top_k, L] in bfloat16; choices of experts elsewhere are left unwritten.
 
-    x [T, L], lists int32 [E, T] and counts int32 [E] of the experts here (``triton.group``). ``asm`` False: the same
+    x bfloat16 [T, L] (rows may lie apart); groups: lists int32 [E, T] and counts int32 [E] of the experts here
+    (``triton.group``), or for one token its choices int64 [1, top_k] and the first expert here. ``asm`` False: the same
     arithmetic without inline assembly (Triton's interpreter has none).
     """
     tokens, width = x.shape
     count, double, _ = w13.shape
-    inner, device = double // 2, x.device
-    x = x.contiguous()
-    ready = torch.empty(tokens, width // 2, dtype=torch.int32, device=device)
-    factors = torch.empty(tokens, dtype=torch.float32, device=device)
-    start.launch(
-        _prepare_kernel,
-        (tokens,),
-        *(x, ready.view(torch.float16), factors, x.stride(0), width // WORDS),
-        BLOCK=triton.next_power_of_2(width // WORDS),
-        num_warps=4,
-    )
-    hidden = torch.empty(tokens * top_k, inner // 2, dtype=torch.int32, device=device)
-    out = torch.empty(tokens * top_k, width, dtype=x.dtype, device=device)
-    t = rows[0]
+    inner, lone = double // 2, isinstance(groups[1], int)
+    hidden = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=x.device)
+    out = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
+    # Two activations to a word.
+    pairs = x.view(torch.int32)
+    factor = 2.0**SHIFT.value
+    each = top_k if lone else count
+    common = (groups[0], groups[1])
+    w = warps[0]
     start.launch(
         _in_kernel,
-        (triton.cdiv(inner, t.n), count),
-        *(ready, factors, w13.packed.view(torch.int32), w13.scale, lists, counts, hidden.view(torch.float16)),
-        *(width // WORDS, inner, lists.shape[1], activation.beta, activation.linear_beta),
+        (triton.cdiv(inner, TILE * w.rows), each),
+        *(pairs, w13.packed.view(torch.int32), w13.scale, *common, hidden, pairs.stride(0), width),
+        *(inner, groups[0].shape[1], count, activation.beta, activation.linear_beta, factor),
         TOPK=top_k,
         SITU=activation.kind == "situ",
-        N=t.n,
-        G=t.groups,
-        TWO=t.tokens == 2,
-        ASM=asm,
-        DTYPE=tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float32,
-        num_warps=t.warps,
+        LONE=lone,
+        **_options(w, width, asm),
+        DTYPE=tl.bfloat16,
     )
-    t = rows[1]
+    w = warps[1]
     start.launch(
         _out_kernel,
-        (triton.cdiv(width, t.n), count),
-        *(hidden, w2.packed.view(torch.int32), w2.scale, lists, counts, out, inner // WORDS, width, lists.shape[1]),
-        2.0**14 / INNER_FACTOR.value,
-        N=t.n,
-        G=t.groups,
-        TWO=t.tokens == 2,
-        ASM=asm,
-        num_warps=t.warps,
+        (triton.cdiv(width, 2 * TILE * w.rows), each),
+        *(hidden.view(torch.int32), w2.packed.view(torch.int32), w2.scale, *common, out, inner, width),
+        *(groups[0].shape[1], count, factor),
+        LONE=lone,
+        **_options(w, inner, asm),
     )
     return out
+
+
+def _options(w: Warps, width: int, asm: bool) -> dict[str, int | bool]:
+    return {
+        "KW": w.columns,
+        "RW": w.rows,
+        "UNROLL": w.unroll,
+        "EVEN": width % (128 * w.columns) == 0,
+        "ASM": asm,
+        "num_warps": w.columns * w.rows,
+    }

@@ -8,11 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from k3stack.kernels import launch as start
-from k3stack.kernels.launch import next_power_of_two
+from k3stack.kernels.launch import await_inputs, next_power_of_two
 
 
 @triton.jit
-def _rms_norm_kernel(x, weight, out, stride, width, eps, BLOCK: tl.constexpr):
+def _rms_norm_kernel(x, weight, out, stride, width, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < width
@@ -39,7 +40,9 @@ def _head_norm_kernel(
     eps,
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""The mix in one pass over a token's rows, with the addition before it and the norm behind it."""
+"""The mix in one kernel, with the addition before it and the norm behind it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from k3stack.kernels import launch as start
-from k3stack.kernels.launch import next_power_of_two
+from k3stack.kernels.launch import await_inputs, next_power_of_two
 from k3stack.kernels.residual import triton_chunk
 
+WARPS = 16
 MANY = 1024
 """Tokens from which on a kernel of its own is taken."""
 NOTHING, ADD, REPLACE = 0, 1, 2
@@ -18,26 +19,38 @@ NOTHING, ADD, REPLACE = 0, 1, 2
 
 
 @triton.jit
+def _add_both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
 def _mix_kernel(
     bank, y, score, weight, mixed, normed, token_stride, count, width, eps, norm_eps,
-    CHANGE: tl.constexpr, NORM: tl.constexpr, MIXED: tl.constexpr, BLOCK: tl.constexpr,
+    CHANGE: tl.constexpr, NORM: tl.constexpr, MIXED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
+    """One token a program, in one pass over its rows; a row is on its way while the one before it is scored."""
     at = tl.arange(0, BLOCK)
     mask = at < width
-    rows = bank + token * token_stride
     w = tl.load(score + at, mask=mask, other=0.0)
+    await_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    rows = bank + token * token_stride
+    coming = tl.load(rows + at, mask=mask, other=0.0)
+    if CHANGE != 0:
+        change = tl.load(y + token * width + at, mask=mask, other=0.0).to(tl.float32)
     best = -float("inf")
     total = 0.0
     acc = tl.zeros([BLOCK], tl.float32)
     for j in range(count):
-        value = tl.load(rows + j * width + at, mask=mask, other=0.0)
+        value = coming
+        coming = tl.load(rows + (j + 1) * width + at, mask=mask & (j + 1 < count), other=0.0)
         r = value.to(tl.float32)
         if CHANGE != 0:  # noqa: SIM102  known when compiled; the inner one is not
             if j == count - 1:
-                r = _changed(r, y + token * width + at, mask, CHANGE, value.dtype)
+                r = (change + r if CHANGE == 1 else change).to(value.dtype).to(tl.float32)
                 tl.store(rows + j * width + at, r.to(value.dtype), mask=mask)
-        s = tl.sum(r * w, 0) * tl.rsqrt(tl.sum(r * r, 0) / width + eps)
+        product, square = tl.reduce((r * w, r * r), 0, _add_both)
+        s = product * tl.rsqrt(square / width + eps)
         top = tl.maximum(best, s)
         old = tl.exp(best - top)
         new = tl.exp(s - top)
@@ -52,15 +65,6 @@ def _mix_kernel(
         f = (f * tl.rsqrt(tl.sum(f * f, 0) / width + norm_eps)).to(mean.dtype).to(tl.float32)
         out = f * tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(normed + token * width + at, out.to(mean.dtype), mask=mask)
-
-
-@triton.jit
-def _changed(r, y, mask, CHANGE: tl.constexpr, DTYPE: tl.constexpr):
-    """The row after ``+= y`` or ``= y``, as it is rounded in memory."""
-    other = tl.load(y, mask=mask, other=0.0).to(tl.float32)
-    if CHANGE == 1:
-        other += r
-    return other.to(DTYPE).to(tl.float32)
 
 
 def mix(rows: Tensor, score: Tensor, eps: float) -> Tensor:
@@ -101,6 +105,6 @@ def mix_norm(
         NORM=weight is not None,
         MIXED=mixed,
         BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=min(max(block // 512, 1), WARPS),
     )
     return out, normed

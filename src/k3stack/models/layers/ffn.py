@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,22 @@ from k3stack.models.capture import Capture
 from k3stack.models.exchange import Exchange
 from k3stack.models.layers.part import Part, Slot, empty, matrix
 from k3stack.models.share import WHOLE, Share
+
+JOINED_ROWS = 64
+"""Tokens up to which the products of a block's input are one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Router, latent product, and gate and up of the shared MLP as one weight, of which they are parts."""
+
+    weight: Tensor
+    sizes: tuple[int, int, int]
+
+
+def shared_width_of(geometry: ModelGeometry, share: Share) -> int:
+    """Of the shared MLP here; 0: there is none."""
+    return geometry.moe.shared_width // share.tp if geometry.moe.shared_experts else 0
 
 
 def glu(geometry: ModelGeometry, kernels: Kernels) -> Glu:
@@ -42,9 +59,11 @@ class Mlp(Part):
         act: Callable[[Tensor], Tensor],
         dtype: torch.dtype,
         device: torch.device,
+        w13: Tensor | None = None,
     ) -> None:
+        """``w13``: its place, where it is a part of a larger weight."""
         self.kind, self.width, self.kernels, self.act = kind, width, kernels, act
-        self.w13 = matrix(2 * width, hidden, dtype=dtype, device=device)
+        self.w13 = matrix(2 * width, hidden, dtype=dtype, device=device) if w13 is None else w13
         self.w2 = matrix(hidden, width, dtype=dtype, device=device)
 
     def slots(self) -> dict[str, Slot]:
@@ -117,20 +136,28 @@ class MoeFfn(Part):
         self.moe, self.kernels, self.eps = moe, kernels, geometry.rms_eps
         self.act = glu(geometry, kernels)
         width = moe.latent or hidden
+        shared_width = shared_width_of(geometry, share)
+        sizes = (moe.experts, moe.latent or 0, 2 * shared_width)
+        self.joined: Joined | None = None
+        if kernels.choose is not None and dtype == kernels.router_dtype == torch.bfloat16:
+            self.joined = Joined(matrix(sum(sizes), hidden, dtype=dtype, device=device), sizes)
+        router, down, w13 = (None, None, None) if self.joined is None else self.joined.weight.split(list(sizes))
         # Router scores are summed in the wide dtype, of exact products.
-        self.router = matrix(moe.experts, hidden, dtype=kernels.router_dtype, device=device)
+        if router is None:
+            router = matrix(moe.experts, hidden, dtype=kernels.router_dtype, device=device)
+        self.router = router
         self.bias = empty(moe.experts, dtype=wide_dtype(dtype), device=device)
         self.local = share.experts(moe.experts)
         self.w13, self.w2 = _expert_weights(geometry, len(self.local), width, kernels, dtype, device)
         lists = {"w13": self.w13, "w2": self.w2} if not kernels.stacked_experts else {}
         self.stackers = {name: kernels.stacker(weights) for name, weights in lists.items()}
         if moe.latent is not None:
-            self.down = matrix(moe.latent, hidden, dtype=dtype, device=device)
+            self.down = matrix(moe.latent, hidden, dtype=dtype, device=device) if down is None else down
             self.up = matrix(hidden, moe.latent, dtype=dtype, device=device)
             self.latent_norm = empty(moe.latent, dtype=dtype, device=device) if moe.latent_norm else None
         self.shared = None
         if moe.shared_experts:
-            self.shared = Mlp("moe.shared", hidden, moe.shared_width // share.tp, kernels, self.act, dtype, device)
+            self.shared = Mlp("moe.shared", hidden, shared_width, kernels, self.act, dtype, device, w13)
 
     def slots(self) -> dict[str, Slot]:
         slots = {"moe.router": Slot(self.router), "moe.router_bias": Slot(self.bias)}
@@ -159,6 +186,8 @@ class MoeFfn(Part):
 
     def __call__(self, x: Tensor, layer: int, capture: Capture | None) -> Tensor:
         """x [T, hidden] (normed) -> [T, hidden]."""
+        if self.joined is not None and capture is None and x.shape[0] <= JOINED_ROWS:
+            return self._few(x, self.joined)
         moe = self.moe
         logits = self.kernels.router_logits(x, self.router)
         forced = capture.forced(layer) if capture is not None else None
@@ -168,11 +197,8 @@ class MoeFfn(Part):
             capture.put("router_weights", layer, weights)
             capture.put("router_scores", layer, torch.sigmoid(logits) + self.bias)
         z = x if moe.latent is None else self.kernels.linear(x, self.down)
-        own = (self.local.start, moe.experts) if len(self.local) < moe.experts else ()
-        routed = self.kernels.experts(z, ids, weights, self.w13, self.w2, self.act, *own)
+        routed = self._experts(z, ids, weights)
         if moe.latent is not None:
-            if self.latent_norm is not None:
-                routed = self.kernels.rms_norm(routed, self.latent_norm, self.eps)
             routed = self.kernels.linear(routed, self.up)
         return routed if self.shared is None else routed.add_(self.shared(x))
 
@@ -198,3 +224,28 @@ class MoeFfn(Part):
                 routed = kernels.rms_norm(routed, self.latent_norm, self.eps)
             routed = kernels.linear(routed, self.up)
         return routed + shared[0] if shared else routed
+
+    def _experts(self, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Weighted sums [T, latent or hidden] of the experts here, normed where the model norms them."""
+        moe = self.moe
+        own = (self.local.start, moe.experts) if len(self.local) < moe.experts else ()
+        routed = self.kernels.experts(z, ids, weights, self.w13, self.w2, self.act, *own)
+        if moe.latent is None or self.latent_norm is None:
+            return routed
+        return self.kernels.rms_norm(routed, self.latent_norm, self.eps)
+
+    def _few(self, x: Tensor, joined: Joined) -> Tensor:
+        """The same for few tokens: all products of x are one."""
+        moe, kernels = self.moe, self.kernels
+        assert kernels.choose is not None
+        assert kernels.linear_plus is not None
+        products = kernels.router_logits(x, joined.weight)
+        ids, weights, latent, hidden = kernels.choose(
+            products, self.bias, joined.sizes, self.act, moe.top_k, moe.scaling_factor, moe.renormalize
+        )
+        routed = self._experts(x if moe.latent is None else latent, ids, weights)
+        if self.shared is None:
+            return routed if moe.latent is None else kernels.linear(routed, self.up)
+        if moe.latent is None:
+            return kernels.linear_plus(hidden, self.shared.w2, routed)
+        return kernels.linear_plus(routed, self.up, kernels.linear(hidden, self.shared.w2))
