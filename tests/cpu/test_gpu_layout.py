@@ -27,10 +27,11 @@ def test_experts_stay_as_stored_and_projections_are_filled_up(name: str, monkeyp
     for layer, other in zip(net.layers, plain.layers, strict=True):
         if isinstance(layer.attention, KdaAttention):
             assert isinstance(other.attention, KdaAttention)
-            mine, theirs = layer.attention.w_in, unpack(other.attention.w_in)
-            assert mine.shape[0] % 64 == 0
-            assert torch.equal(mine[: theirs.shape[0]], theirs)
-            assert not mine[theirs.shape[0] :].any()
+            mine = layer.attention.w_in.split(list(layer.attention.sizes))
+            theirs = unpack(other.attention.w_in).split(list(other.attention.sizes))
+            for rows, same, filled in zip(mine, theirs, (False,) * 3 + (True,) + (False,) * 2 + (True,), strict=True):
+                assert not rows.any() if filled else torch.equal(rows, same)
+            assert layer.attention.own_rows % 64 == layer.attention.w_in.shape[0] % 64 == 0
         if isinstance(layer.ffn, MoeFfn):
             assert isinstance(other.ffn, MoeFfn)
             assert torch.equal(layer.ffn.router.float(), unpack(other.ffn.router))
