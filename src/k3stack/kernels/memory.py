@@ -13,7 +13,7 @@ from pathlib import Path
 
 PAGE = 4096
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-MADV_DONTNEED, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, MADV_COLLAPSE = 4, 14, 15, 23, 25
+MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, MADV_COLLAPSE = 14, 15, 23, 25
 HUGE_PAGE = 2 << 20
 HEAP_LIMIT = 32 << 20
 """Largest block that malloc can be told to take from its heap."""
@@ -59,14 +59,6 @@ def keep_freed_memory() -> bool:
         return False
     settings = ((M_MMAP_THRESHOLD, HEAP_LIMIT), (M_TRIM_THRESHOLD, (1 << 31) - 1), (M_TOP_PAD, 2 * HEAP_LIMIT))
     return sum(mallopt(name, value) for name, value in settings) == len(settings)
-
-
-def give_back(start: int, size: int) -> bool:
-    """Return the whole pages in [start, start + size) to the system: the addresses stay valid, the values are gone.
-
-    False where the system refuses.
-    """
-    return _advise(start, size, MADV_DONTNEED)
 
 
 def populate(start: int, size: int) -> bool:

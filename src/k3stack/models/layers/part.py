@@ -129,7 +129,7 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def matrix(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A weight [out, in] for ``kernels.linear``, uninitialised.
 
-    Where such weights are packed it takes no memory (device 'meta'): its values are laid out for the product as they
-    arrive, so the plain weight never exists beside all the others (``stream_in``, ``Model.materialise``).
+    Where such weights are packed it takes no memory (device 'meta'): memory is taken for the packed form, and values
+    are read and laid out there (``models.landing``, ``Model.materialise``).
     """
     return torch.empty(shape, dtype=dtype, device="meta" if packs(dtype, device) else device)
