@@ -32,12 +32,12 @@ FLAT = Tile(64, 128, 4, 5, parts=False)
 
 
 def tile_of(tokens: int, rows: int, width: int) -> Tile | None:
-    """What a product is done with; None: cuBLAS does it. As measured on an H200 by ``benchmarks.tiles``."""
+    """What a product is done with; None: cuBLAS does it. As measured on an H200 by ``benchmarks.tiles`` (``estimate/data/tiles_h200.json``)."""
     if rows > MOST_ROWS or tokens > MOST_TOKENS:
         return None
     if tokens > FEW:
         return FLAT if rows >= MANY and width <= 4096 else None
-    if rows >= MANY:
+    if rows >= MANY or 2048 <= width <= 4096:
         return FLAT
     return Tile(32, 128, 4, 3) if rows > ONE_EACH else Tile(16, 128, 4, 6, ahead=4096)
 
