@@ -10,7 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
+
+from k3stack.kernels.upload import upload
 
 PREFIXES = (64, 512)
 """Numbers of largest tokens that are looked at, in turn, before all are: in what a trained model says, the first
@@ -37,26 +40,32 @@ class DrawParams:
         )
 
 
-def draw(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """Tokens [n] int64 from ``logits`` [n, vocab], which is overwritten. Rows without a finite logit get any id."""
+def draw(
+    logits: torch.Tensor, params: DrawParams, limited: npt.NDArray[np.bool_], least: npt.NDArray[np.bool_]
+) -> torch.Tensor:
+    """Tokens [n] int64 from ``logits`` [n, vocab], which is overwritten. Rows without a finite logit get any id.
+
+    What the host knows of the rows, so that it need not wait for the device to hear it: which are ``limited`` by top-k
+    or top-p, and which have a ``least`` weight (min-p).
+    """
     logits.div_(params.temperature.to(logits.dtype).unsqueeze(1))
     # 1 for the best token, so that every threshold is a weight.
     weights = logits.sub_(logits.amax(dim=-1, keepdim=True)).exp_()
-    limited = (params.top_k > 0) | (params.top_p < 1.0)
-    if bool(limited.all()):
+    if limited.all():
         return _draw_limited(weights, params)
-    if not bool(limited.any()):
-        return _draw_free(weights, params)
+    if not limited.any():
+        return _draw_free(weights, params, bool(least.any()))
     tokens = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
-    for draw_some, chosen in ((_draw_limited, limited), (_draw_free, ~limited)):
-        rows = torch.nonzero(chosen).squeeze(1)
-        tokens[rows] = draw_some(weights.index_select(0, rows), params.rows(rows))
+    rows = upload(np.flatnonzero(limited), weights.device)
+    tokens[rows] = _draw_limited(weights.index_select(0, rows), params.rows(rows))
+    rows = upload(np.flatnonzero(~limited), weights.device)
+    tokens[rows] = _draw_free(weights.index_select(0, rows), params.rows(rows), bool(least[~limited].any()))
     return tokens
 
 
-def _draw_free(weights: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """Rows without top-k and top-p."""
-    if bool((params.min_p > 0).any()):
+def _draw_free(weights: torch.Tensor, params: DrawParams, least: bool) -> torch.Tensor:
+    """Rows without top-k and top-p; ``least``: some have a min-p."""
+    if least:
         weights = weights.masked_fill_(weights < params.min_p.to(weights.dtype).unsqueeze(1), 0.0)
     return _inverse(weights, params.uniform)
 

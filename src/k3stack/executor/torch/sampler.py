@@ -156,15 +156,16 @@ class Sampler:
         """Tokens [n] from shaped ``logits`` [n, vocab], which may be overwritten."""
         is_random = self._temperature[rows] > 0.0
         if is_random.all():
-            return draw(logits, self._draw_params(rows))
+            return self._draw(logits, rows)
         tokens = _argmax(logits)
         if is_random.any():
             at = np.flatnonzero(is_random)
             where = upload(at, self._device)
-            tokens[where] = draw(logits.index_select(0, where), self._draw_params(rows[at]))
+            tokens[where] = self._draw(logits.index_select(0, where), rows[at])
         return tokens
 
-    def _draw_params(self, rows: Ints) -> DrawParams:
+    def _draw(self, logits: torch.Tensor, rows: Ints) -> torch.Tensor:
+        """A random token [n] each of ``rows`` [n]."""
         values = (
             self._temperature[rows],
             self._top_k[rows],
@@ -172,7 +173,9 @@ class Sampler:
             self._min_p[rows],
             uniform(self._seed[rows], self._outputs[rows]),
         )
-        return DrawParams(*(upload(v, self._device) for v in values))
+        limited = (self._top_k[rows] > 0) | (self._top_p[rows] < 1.0)
+        params = DrawParams(*(upload(v, self._device) for v in values))
+        return draw(logits, params, limited, self._min_p[rows] > 0.0)
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,10 @@ FLAT = Tile(64, 128, 4, 5, parts=False)
 
 
 def tile_of(tokens: int, rows: int, width: int) -> Tile | None:
-    """What a product is done with; None: cuBLAS does it. As measured on an H200 by ``benchmarks.tiles`` (``estimate/data/tiles_h200.json``)."""
+    """What a product is done with; None: cuBLAS does it.
+
+    As measured on an H200 by ``benchmarks.tiles`` (``estimate/data/tiles_h200.json``).
+    """
     if rows > MOST_ROWS or tokens > MOST_TOKENS:
         return None
     if tokens > FEW:
