@@ -94,6 +94,8 @@ def why_not_triton(dtype: torch.dtype, geometry: ModelGeometry | None) -> str | 
         return "Triton is not installed"
     if dtype not in (torch.float32, torch.bfloat16):
         return f"the Triton kernels compute in float32 and bfloat16, not in {dtype}"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
+        return "the Triton kernels take instructions that a GPU has from Hopper on (compute capability 9.0)"
     if geometry is not None:
         sizes = (geometry.kda.head_dim, geometry.mla.kv_lora_rank, geometry.mla.shared_dim)
         if any(n < 16 or n & (n - 1) for n in sizes):
