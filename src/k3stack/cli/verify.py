@@ -123,7 +123,7 @@ def _key(args: Namespace) -> str | None:
 def _parser() -> Parser:
     parser = Parser("verify", __doc__ or "", json_output=True)
     what = parser.add_argument_group("what is verified")
-    what.add_argument("--model-path", help="`nano`, or a folder with its files, run in this process")
+    what.add_argument("--model-path", help="`nano`, or a folder with its files, run on this machine")
     what.add_argument("--base-url", help="a running server, such as http://127.0.0.1:30000")
     what.add_argument("--model", help="model name to send to the server (default: its first)")
     what.add_argument("--api-key", help="bearer token (default: the environment's OPENAI_API_KEY)")
