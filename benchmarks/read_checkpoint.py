@@ -191,7 +191,7 @@ def child(what: str, folder: Path, dtype: str, size: int, memory: int) -> dict[s
 def compare(folder: Path, dtype: str, options: argparse.Namespace) -> bool:
     files = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
     geometry = load_geometry(folder)
-    weights = predicted_weight_bytes(geometry, precision_of(EngineOptions(str(folder), dtype=dtype), "cpu"))
+    weights = predicted_weight_bytes(geometry, precision_of(EngineOptions(model_path=str(folder), dtype=dtype), "cpu"))
     memory = 0 if options.cold_memory else files + weights * 11 // 10
     runs: dict[str, list[dict[str, float]]] = {what: [] for what in ("plain", "kept", "stages", "load", "touch")}
     for _ in range(options.rounds):
