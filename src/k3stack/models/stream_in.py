@@ -131,8 +131,12 @@ class _Files:
             os.close(fd)
 
     def announce(self, run: list[Read | Convert]) -> None:
-        """Let the kernel begin to read all of a run, so that the disk works while bytes are copied."""
-        if hasattr(os, "posix_fadvise"):
+        """Let the kernel begin to read all of a run, so that the disk works while tensors are converted.
+
+        Not where bytes are only copied: the kernel's own reading ahead keeps the disk busy then, and takes a third less
+        processor time, since it gets memory in larger blocks.
+        """
+        if hasattr(os, "posix_fadvise") and not any(isinstance(read, Read) for read in run):
             first = run[0]
             length = sum(read.stored for read in run)
             start = first.entry.offset + first.start
