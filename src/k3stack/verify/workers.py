@@ -110,6 +110,8 @@ def work(pipe: Pipe, make: Maker) -> None:
             _serve(pipe, target)
     except K3Error as e:
         pipe.send(Refused(e))
+    except BrokenPipeError:
+        return  # the parent is gone, and with it whoever could be told
 
 
 def _serve(pipe: Pipe, target: Target) -> None:
