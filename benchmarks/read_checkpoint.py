@@ -10,11 +10,7 @@ stages headers, building the model, reading, preparing, one after the other; the
 load   ``load_model``, as a server starts: the same with reading ahead while the model is built; memory is taken here
 touch  writing once to every page of as much new memory as the weights take, with all cores: no loader can take less
 
-A virtual machine's host may have taken back memory that was free for some seconds, and then the first write to it waits
-for the host. So before each measurement another process takes as much memory as it needs and frees it again; with
---cold-memory it does not.
-
-    python -m benchmarks.read_checkpoint [--layout linear|k3] [--warm] [--cold-memory] [--folder PATH]
+    python -m benchmarks.read_checkpoint [--layout linear|k3] [--warm] [--folder PATH]
 """
 
 from __future__ import annotations
@@ -37,8 +33,6 @@ import torch
 from benchmarks.make_checkpoint import quarter_kimi_linear, small_k3, write_checkpoint
 
 from k3stack.config.geometry import load_geometry
-from k3stack.config.options import EngineOptions
-from k3stack.engine.budget import precision_of, predicted_weight_bytes
 from k3stack.kernels.linear import cpu as linear
 from k3stack.kernels.linear import stacked
 from k3stack.kernels.memory import keep_freed_memory
@@ -62,7 +56,7 @@ def resident(field: str) -> int:
     raise SystemExit(f"/proc/self/status has no {field}: this benchmark needs Linux")
 
 
-def read_plainly(folder: Path, keep: bool, memory: int) -> float:
+def read_plainly(folder: Path, keep: bool) -> float:
     """Seconds to read every byte of the safetensors files, into one buffer a thread or into memory that stays."""
     files = sorted(folder.glob("*.safetensors"))
     sizes = {f: f.stat().st_size for f in files}
@@ -81,7 +75,6 @@ def read_plainly(folder: Path, keep: bool, memory: int) -> float:
         os.close(fd)
         buffers.append(buffer)
 
-    have_memory(memory)
     begin = time.perf_counter()
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(read, work))
@@ -93,45 +86,27 @@ def new_memory(size: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
-def touch(size: int, memory: int) -> float:
+def touch(size: int) -> float:
     """Seconds to write once to every page of new memory, with a thread for each core."""
     cores = len(os.sched_getaffinity(0))
     parts = [new_memory(size // cores) for _ in range(cores)]
-    have_memory(memory)
     begin = time.perf_counter()
     with ThreadPoolExecutor(cores) as pool:
         list(pool.map(lambda part: np.frombuffer(part, dtype=np.uint8).fill(1), parts))
     return time.perf_counter() - begin
 
 
-TAKE = """
-import mmap, sys
-left = int(sys.argv[1])
-kept = []
-while left > 0:
-    kept.append(mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-    kept[-1].write(bytes(64 << 20))
-    left -= 64 << 20
-"""
-
-
-def warm_up(memory: int) -> None:
-    """What torch and oneDNN take once is not the reader's; nor is what a host has taken back of the memory."""
+def warm_up() -> None:
+    """What torch and oneDNN take once is not the reader's."""
     for kind in (torch.float32, torch.bfloat16):
         weight = torch.ones(512, 256, dtype=kind)
         linear.linear(weight[:64], linear.pack(weight))
         stacked.pack_all([weight, weight])
-    have_memory(memory)
 
 
-def have_memory(size: int) -> None:
-    """Let another process take ``size`` bytes and free them."""
-    subprocess.run([sys.executable, "-S", "-c", TAKE, str(size)], check=True)
-
-
-def read_in_stages(folder: Path, dtype: str, memory: int) -> dict[str, float]:
+def read_in_stages(folder: Path, dtype: str) -> dict[str, float]:
     """Seconds of each stage."""
-    warm_up(memory)
+    warm_up()
     times = [time.perf_counter()]
     geometry = load_geometry(folder)
     found = find_tensors(folder, geometry)
@@ -151,9 +126,9 @@ def read_in_stages(folder: Path, dtype: str, memory: int) -> dict[str, float]:
     return dict(zip(names, (b - a for a, b in pairwise(times)), strict=True))
 
 
-def read_model(folder: Path, dtype: str, memory: int) -> dict[str, float]:
+def read_model(folder: Path, dtype: str) -> dict[str, float]:
     """Load a model ready to run: seconds, and bytes of memory besides torch's own (libraries, threads)."""
-    warm_up(memory)
+    warm_up()
     before = resident("VmRSS")
     begin = time.perf_counter()
     model = load_model(folder, dtype=dtype, progress=False, threads=THREADS)
@@ -180,25 +155,22 @@ def drop(folder: Path) -> None:
         os.close(fd)
 
 
-def child(what: str, folder: Path, dtype: str, size: int, memory: int) -> dict[str, float]:
+def child(what: str, folder: Path, dtype: str, size: int = 0) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.read_checkpoint", "--child", what, "--folder", str(folder)]
-    command += ["--dtypes", dtype, "--size", str(size), "--memory", str(memory)]
+    command += ["--dtypes", dtype, "--size", str(size)]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     result: dict[str, float] = json.loads(out)
     return result
 
 
-def compare(folder: Path, dtype: str, options: argparse.Namespace) -> bool:
-    files = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
-    geometry = load_geometry(folder)
-    weights = predicted_weight_bytes(geometry, precision_of(EngineOptions(model_path=str(folder), dtype=dtype), "cpu"))
-    memory = 0 if options.cold_memory else files + weights * 11 // 10
+def compare(folder: Path, dtype: str, rounds: int, warm: bool) -> bool:
     runs: dict[str, list[dict[str, float]]] = {what: [] for what in ("plain", "kept", "stages", "load", "touch")}
-    for _ in range(options.rounds):
+    for _ in range(rounds):
         for what, done in runs.items():
-            if not options.warm:
+            if not warm:
                 drop(folder)
-            done.append(child(what, folder, dtype, weights, memory))
+            size = int(sum(runs["load"][-1][k] for k in ("weights", "filling"))) if what == "touch" else 0
+            done.append(child(what, folder, dtype, size))
 
     def middle(what: str, field: str = "seconds") -> float:
         return statistics.median(r[field] for r in runs[what])
@@ -223,10 +195,10 @@ def compare(folder: Path, dtype: str, options: argparse.Namespace) -> bool:
 def run_child(options: argparse.Namespace) -> dict[str, float]:
     folder, dtype = options.folder, options.dtypes[0]
     if options.child in ("plain", "kept"):
-        return {"seconds": read_plainly(folder, options.child == "kept", options.memory)}
+        return {"seconds": read_plainly(folder, options.child == "kept")}
     if options.child == "touch":
-        return {"seconds": touch(options.size, options.memory)}
-    return (read_in_stages if options.child == "stages" else read_model)(folder, dtype, options.memory)
+        return {"seconds": touch(options.size)}
+    return read_in_stages(folder, dtype) if options.child == "stages" else read_model(folder, dtype)
 
 
 def main() -> None:
@@ -237,9 +209,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm", action="store_true", help="leave the files in the page cache")
     parser.add_argument("--child", choices=("plain", "kept", "stages", "load", "touch"), help=argparse.SUPPRESS)
-    parser.add_argument("--cold-memory", action="store_true", help="as the host of a virtual machine leaves it")
     parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
         print(json.dumps(run_child(options)))
@@ -252,7 +222,7 @@ def main() -> None:
             print(
                 f"{options.layout} checkpoint of {size / 1e9:.2f} GB, {'warm' if options.warm else 'cold'} page cache"
             )
-        good = [compare(folder, dtype, options) for dtype in options.dtypes]
+        good = [compare(folder, dtype, options.rounds, options.warm) for dtype in options.dtypes]
     raise SystemExit(0 if all(good) else 1)
 
 
