@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -51,6 +52,9 @@ class Ours:
     def __init__(self, path: Path, dtype: str, clock: Clock) -> None:
         self.clock = clock
         self.model: Model = load_model(path, dtype=dtype, progress=False)
+        for thread in threading.enumerate():
+            if thread.name == "large-pages":  # as a server's weights are, some seconds after its start
+                thread.join()
         state, window, row = cache_dtypes(self.model.dtype)
         self.layout: BlockLayout = block_layout(
             self.model.geometry,

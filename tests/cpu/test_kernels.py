@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -321,6 +322,34 @@ def test_stacked_experts(dtype: torch.dtype, tokens: int, monkeypatch: pytest.Mo
     for cost in (0, 1 << 40):
         monkeypatch.setattr(moe, "CALL_BYTES", cost)
         same(moe.experts(x, ids, weights, one, two, activation.silu_glu), theirs, dtype)
+
+
+@pytest.mark.parametrize("dtype", STACKED)
+def test_experts_get_numbers_of_rows_for_which_they_lie_right(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """oneDNN lays a weight out anew, in every call, for the numbers of rows that it wants in another layout."""
+    shapes = ((512, 576), (576, 256))
+    one, two = (stacked.pack_all([random(*s, dtype=dtype, seed=e) for e in range(2)]) for s in shapes)
+    assert isinstance(one, stacked.Stack)
+    assert isinstance(two, stacked.Stack)
+    asked: list[int] = []
+
+    def linear_seen(x: Tensor, weight: linear.Weight) -> Tensor:
+        asked.append(x.shape[0])
+        return linear.linear(x, weight)
+
+    monkeypatch.setattr(moe, "linear", SimpleNamespace(**{**vars(linear), "linear": linear_seen}))
+    monkeypatch.setattr(moe, "_stacked_is_faster", lambda *_: False)
+    for tokens in (1, 2, 5, 11, 13, 22, 32, 33, 60):
+        ids, weights = torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1, dtype=wide_dtype(dtype))
+        asked.clear()
+        moe.experts(random(tokens, 576, dtype=dtype), ids, weights, one, two, activation.silu_glu)
+        fast = one.fast_rows & two.fast_rows
+        assert len(asked) == 2
+        assert all(n >= tokens and (n in fast or n % linear.IMAGE == 0) for n in asked), (tokens, asked, sorted(fast))
+    assert stacked.filled_rows(frozenset({3, 4, 8, 9}), frozenset({1, 4, 9, 32}))[:11] == (0, *[4] * 4, *[9] * 5, 48)
+    assert stacked.filled_rows(frozenset({4, 32}), frozenset({4, 32}))[4:] == (4, *[32] * 28)
 
 
 def test_experts_are_packed_one_by_one_where_parts_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,13 +33,13 @@ def test_every_weight_is_in_a_region(monkeypatch: pytest.MonkeyPatch) -> None:
     landed = land(model, find_tensors(K3, geometry))
     monkeypatch.setattr(pages, "HUGE_PAGE", 1)
     monkeypatch.setattr(pages, "in_small_pages", lambda start, size: True)
-    monkeypatch.setattr(pages, "huge_pages_wanted", lambda: True)
+    monkeypatch.setattr(pages, "huge_pages_granted", lambda: True)
     regions = pages.small_pages(landed)
     for x in landed.landings:
         begin = x.memory.data_ptr()
         assert any(a <= begin and begin + x.memory.numel() <= a + size for a, size in regions)
     assert all(a + size < b for (a, size), (b, _) in pairwise(regions))
-    monkeypatch.setattr(pages, "huge_pages_wanted", lambda: False)
+    monkeypatch.setattr(pages, "huge_pages_granted", lambda: False)
     assert pages.small_pages(landed) == []
 
 

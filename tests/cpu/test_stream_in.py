@@ -157,7 +157,7 @@ def test_blocks_are_onednns(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dtype", PACKED)
 def test_description_of_many_experts(dtype: torch.dtype) -> None:
     """Told from those of two and three."""
-    layout = stacked._layout(11, 96, 64, dtype)
+    layout = stacked._layout(11, 96, 64, dtype, torch.get_num_threads())
     if layout is None:
         pytest.skip("this processor has no stacks")
     whole = stacked._pack(torch.zeros(11 * 96, 64, dtype=dtype), 11, 2)

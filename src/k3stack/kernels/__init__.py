@@ -2,7 +2,3 @@
 
 Which implementation of an operation runs is decided once, when a model is built (``kernels.select``).
 """
-
-from k3stack.kernels.memory import ask_for_huge_pages
-
-ask_for_huge_pages()  # here, because it must come before torch's first allocation

@@ -6,7 +6,6 @@ All of them are hints to the C library and the kernel; results do not depend on 
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -19,21 +18,10 @@ HEAP_LIMIT = 32 << 20
 """Largest block that malloc can be told to take from its heap."""
 
 
-def ask_for_huge_pages() -> None:
-    """Let torch take blocks of 2 MiB and more in pages of that size, where Linux grants them on request.
-
-    Weights are read from end to end at every step, and with pages of 4 KiB the processor's prefetching stops at each:
-    decode of 16 sequences takes 3 to 5 % less time. Has no effect after torch's first allocation; an environment that
-    sets torch's own THP_MEM_ALLOC_ENABLE stays as it is.
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-
-def huge_pages_wanted() -> bool:
-    """Whether torch was told to ask for them, and Linux grants them on request."""
+def huge_pages_granted() -> bool:
+    """Whether Linux gives pages of 2 MiB to who asks for them."""
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    asked = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"
-    return asked and setting.is_file() and "[never]" not in setting.read_text()
+    return setting.is_file() and "[never]" not in setting.read_text()
 
 
 def in_small_pages(start: int, size: int) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -73,25 +72,12 @@ def _load(folder: Path, geometry: ModelGeometry, make: Callable[[], Model], thre
     read_ahead(found)
     if found.skipped:
         log.info("skipped %d tensors (%.2f GB) of the vision part", found.skipped, found.skipped_bytes / 1e9)
-    with one_thread():
-        # Layouts are tried with a few rows, for which other threads would cost more than they do.
-        model = make()
-        landed = land(model, found)
+    model = make()
+    landed = land(model, found)
     regions = small_pages(landed)
     read_and_prepare(landed, threads=threads, progress=progress)
     move_to_large_pages(model, regions)
     return model
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """torch computes in the calling thread alone."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -1,8 +1,10 @@
 """The pages in which weights lie on a CPU: of 4 KiB while they are read, of 2 MiB soon afterwards.
 
-Steps are faster with large pages (``kernels.memory.ask_for_huge_pages``), but reading need not be: in a virtual machine
-whose host takes back free memory, those are the blocks of 2 MiB, and getting one back takes ten times as long as the
-same bytes in small pages do. So weights are read into small pages, and a thread moves them when the model can run.
+Weights are read from end to end at every step, and with pages of 4 KiB the processor's prefetching stops at each:
+decode of 16 sequences takes 3 to 5 % less time with large ones. Reading need not be faster: in a virtual machine whose
+host takes back free memory, those are the blocks of 2 MiB, and getting one back takes ten times as long as the same
+bytes in small pages do. So weights are read into small pages, and a thread moves them when the model can run.
+Temporaries stay in small pages for the same reason.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import time
 import weakref
 from collections.abc import Iterator
 
-from k3stack.kernels.memory import HUGE_PAGE, PAGE, gather_pages, huge_pages_wanted, in_small_pages
+from k3stack.kernels.memory import HUGE_PAGE, PAGE, gather_pages, huge_pages_granted, in_small_pages
 from k3stack.models.landing import Landed
 from k3stack.models.network import Model
 
@@ -23,7 +25,7 @@ Region = tuple[int, int]
 
 def small_pages(landed: Landed) -> list[Region]:
     """Have all weights' memory, to which nothing has been written yet, come in small pages; returns where it is."""
-    if not huge_pages_wanted():
+    if not huge_pages_granted():
         return []
     storages = {x.memory.untyped_storage().data_ptr(): x.memory.untyped_storage().nbytes() for x in landed.landings}
     regions: list[Region] = []

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import overload
 
 import torch
@@ -25,8 +25,8 @@ from torch import Tensor
 from k3stack.kernels.linear.blocked import Blocked, at_count, block_rows, describe, home, library, tensor_at, values
 from k3stack.kernels.linear.cpu import IMAGE, ONE_IMAGE, Packed, Weight, convolve, pack, packs
 
-SINGLE_ROWS = (4, 8, 16, 32, 64, 1024)
-"""Rows of one expert's product that are tried in advance; from the first on with which the layout stays."""
+MANY_ROWS = (64, 1024)
+"""Rows of one expert's product, by far more than ``ONE_IMAGE``, that are tried in advance."""
 GROUP_ROWS = (2, 4, 8, 16, 32)
 FEW_EXPERTS = 2
 MOST_BYTES = 256 << 20
@@ -36,11 +36,12 @@ MOST_BYTES = 256 << 20
 class Stack(Sequence[Weight]):
     """Weights [out, in] of E experts; as a sequence it gives each expert's own."""
 
-    def __init__(self, parts: list[Packed], whole: Tensor, least_rows: int) -> None:
+    def __init__(self, parts: list[Packed], whole: Tensor, fast_rows: frozenset[int]) -> None:
         self._parts = parts
         self._whole = whole
-        self.least_rows = least_rows
-        """Rows below which a single expert's product is not faster."""
+        self.fast_rows = fast_rows
+        """Up to ``ONE_IMAGE``: rows of a single expert's product for which oneDNN takes the weight as it lies. For any
+        other number it lays the weight out anew in every call, a hundred times the time of the product."""
 
     @overload
     def __getitem__(self, index: int) -> Weight: ...
@@ -75,7 +76,8 @@ class Stacker:
         self._shape, self._dtype = (first.shape[0], first.shape[1]), first.dtype
         device = torch.device("cpu") if first.is_meta else first.device
         stacks = self._count > 1 and packs(first.dtype, device)
-        self._layout = _layout(self._count, *self._shape, self._dtype) if stacks else None
+        threads = torch.get_num_threads()
+        self._layout = _layout(self._count, *self._shape, self._dtype, threads) if stacks else None
         size = self._layout.single_bytes if self._layout is not None else 0
         self._owner = torch.empty(self._count * size, dtype=torch.uint8)
 
@@ -96,7 +98,7 @@ class Stacker:
             return pack(weight)
         size = self._layout.single_bytes
         place = self._owner.data_ptr() + expert * size
-        packed = _pack(weight, 1, SINGLE_ROWS[-1])
+        packed = _pack(weight, 1, MANY_ROWS[-1])
         ctypes.memmove(place, torch.ops.mkldnn.data_ptr(packed), size)
         data = tensor_at(place, (*self._shape, 1, 1), self._dtype, self._layout.single)
         filling = size - weight.shape[0] * weight.shape[1] * weight.dtype.itemsize
@@ -109,7 +111,7 @@ class Stacker:
             return list(parts)
         shape = (self._count * self._shape[0], self._shape[1], 1, 1)
         whole = tensor_at(self._owner.data_ptr(), shape, self._dtype, self._layout.group)
-        return Stack(packed, whole, self._layout.least_rows)
+        return Stack(packed, whole, self._layout.fast_rows)
 
 
 def pack_all(weights: Sequence[Tensor]) -> Sequence[Weight]:
@@ -123,29 +125,28 @@ class _Layout:
     single: Tensor
     group: Tensor
     single_bytes: int
-    least_rows: int
+    fast_rows: frozenset[int]
     rows: int | None
     """Of a block, where experts can be packed block by block."""
 
 
 @cache
-def _layout(count: int, out: int, width: int, dtype: torch.dtype) -> _Layout | None:
-    """How oneDNN lays such weights out; None where groups and single experts are not the same bytes, where the layout
-    depends on the number of rows, or where parts cannot be made."""
+def _layout(count: int, out: int, width: int, dtype: torch.dtype, threads: int) -> _Layout | None:
+    """How oneDNN lays such weights out for products by ``threads`` threads, those of the caller; None where groups and
+    single experts are not the same bytes, where the layout depends on the number of rows beyond ``fast_rows``, or where
+    parts cannot be made."""
     if library() is None or count * out * width * dtype.itemsize > MOST_BYTES:
         return None
     # Tried with few experts: all of them are many megabytes.
     few = min(count, FEW_EXPERTS)
     sample = values((few + 1) * out, width, dtype)
     groups = [_pack(sample[: few * out], few, rows) for rows in GROUP_ROWS]
-    singles = [_pack(sample[:out], 1, rows) for rows in SINGLE_ROWS]
     size = torch.ops.mkldnn._nbytes
-    single = describe(singles[-1])
-    same = [torch.equal(describe(s), single) for s in singles]
-    if not all(torch.equal(describe(g), describe(groups[0])) for g in groups):
+    single, other = (describe(_pack(sample[:out], 1, rows)) for rows in reversed(MANY_ROWS))
+    if not torch.equal(single, other) or not all(torch.equal(describe(g), describe(groups[0])) for g in groups):
         return None
     last = sample[(few - 1) * out : few * out]
-    tail = _pack(last, 1, SINGLE_ROWS[-1])
+    tail = _pack(last, 1, MANY_ROWS[-1])
     start = torch.ops.mkldnn.data_ptr(groups[0]) + (few - 1) * size(tail)
     if ctypes.string_at(start, size(tail)) != ctypes.string_at(torch.ops.mkldnn.data_ptr(tail), size(tail)):
         return None
@@ -153,10 +154,18 @@ def _layout(count: int, out: int, width: int, dtype: torch.dtype) -> _Layout | N
     group = at_count(describe(groups[0]), describe(more), few, count)
     if group is None or size(groups[0]) != few * size(tail) or size(more) != (few + 1) * size(tail):
         return None
-    least = len(same)
-    while least and same[least - 1]:
-        least -= 1
-    return _Layout(single, group, size(tail), SINGLE_ROWS[least], block_rows(last, tail))
+    tried = range(1, ONE_IMAGE + 1)
+    fast = frozenset(n for n in tried if torch.equal(describe(_pack(sample[:out], 1, n)), single))
+    return _Layout(single, group, size(tail), fast, block_rows(last, tail))
+
+
+@lru_cache(maxsize=64)
+def filled_rows(*fast: frozenset[int]) -> tuple[int, ...]:
+    """[ONE_IMAGE + 1]: for 0 to ``ONE_IMAGE`` rows of an expert, the fewest, no fewer than those, that are fast with
+    all of its weights (``Stack.fast_rows``)."""
+    both = frozenset.intersection(*fast)
+    most = (ONE_IMAGE // IMAGE + 1) * IMAGE
+    return (0, *(min((m for m in both if m >= n), default=most) for n in range(1, ONE_IMAGE + 1)))
 
 
 def _pack(weight: Tensor, groups: int, rows: int) -> Tensor:

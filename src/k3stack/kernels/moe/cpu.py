@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from k3stack.kernels.linear import cpu as linear
 from k3stack.kernels.linear.cpu import Weight
-from k3stack.kernels.linear.stacked import Stack
+from k3stack.kernels.linear.stacked import Stack, filled_rows
 from k3stack.kernels.precision import widen
 
 FEW_ROWS = 1024
@@ -56,13 +56,14 @@ def experts(
             return _stacked(x, ids, weights, hits, max(2, *counts_each), w13, w2, activation)
     if tokens == 1:
         return _experts_of_one(x, ids[0].tolist(), weights, w13, w2, activation)
-    least = w13.least_rows if isinstance(w13, Stack) else linear.ROWS
     flat = ids.reshape(-1)
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=len(w13))
-    sizes = torch.where(counts > 0, counts.clamp(min=least), counts)
-    if isinstance(w13, Stack):
-        sizes = torch.where(sizes > linear.ONE_IMAGE, (sizes + linear.IMAGE - 1) // linear.IMAGE * linear.IMAGE, sizes)
+    if isinstance(w13, Stack) and isinstance(w2, Stack):
+        few = torch.tensor(filled_rows(w13.fast_rows, w2.fast_rows))[counts.clamp(max=linear.ONE_IMAGE)]
+        sizes = torch.where(counts > linear.ONE_IMAGE, (counts + linear.IMAGE - 1) // linear.IMAGE * linear.IMAGE, few)
+    else:
+        sizes = torch.where(counts > 0, counts.clamp(min=linear.ROWS), counts)
     shift = (sizes.cumsum(0) - sizes) - (counts.cumsum(0) - counts)
     place = torch.arange(flat.shape[0], device=x.device) + shift[flat[order]]
     used = [(e, n) for e, n in enumerate(sizes.tolist()) if n]
@@ -130,7 +131,9 @@ def _experts_of_one(
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """The experts of a single token: nothing to group, every expert reads the same rows."""
-    fill = (w13.least_rows if isinstance(w13, Stack) else linear.ROWS) - 1
+    fill = linear.ROWS - 1
+    if isinstance(w13, Stack) and isinstance(w2, Stack):
+        fill = filled_rows(w13.fast_rows, w2.fast_rows)[1] - 1
     rows = F.pad(x, (0, 0, 0, fill))
     inner = activation(torch.cat([linear.linear(rows, w13[e])[:1] for e in chosen]))
     filled = F.pad(inner.unsqueeze(1), (0, 0, 0, fill))
