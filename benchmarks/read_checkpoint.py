@@ -38,7 +38,7 @@ from k3stack.kernels.linear import stacked
 from k3stack.kernels.memory import keep_freed_memory
 from k3stack.models.checkpoint import find_tensors
 from k3stack.models.landing import land
-from k3stack.models.load import load_model, one_thread, parse_dtype
+from k3stack.models.load import load_model, parse_dtype
 from k3stack.models.network import Model
 from k3stack.models.pages import small_pages
 from k3stack.models.prepare import prepare
@@ -112,9 +112,8 @@ def read_in_stages(folder: Path, dtype: str) -> dict[str, float]:
     found = find_tensors(folder, geometry)
     times.append(time.perf_counter())
     keep_freed_memory()
-    with one_thread():
-        model = Model(geometry, dtype=parse_dtype(dtype), device=torch.device("cpu"))
-        landed = land(model, found)
+    model = Model(geometry, dtype=parse_dtype(dtype), device=torch.device("cpu"))
+    landed = land(model, found)
     small_pages(landed)
     times.append(time.perf_counter())
     stream_in(landed, threads=THREADS)
