@@ -32,7 +32,6 @@ from k3stack.kernels.norm import reference as norm_reference
 from k3stack.kernels.norm import triton as norm
 from k3stack.kernels.residual import reference as residual_reference
 from k3stack.kernels.residual import triton as residual
-from k3stack.kernels.residual import triton_chunk as residual_chunk
 from tests.cpu.harness import relative
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -81,8 +80,7 @@ def test_residual_mix(dtype: torch.dtype, count: int, change: int, many: bool) -
         expected[:, count - 1] += y
     elif change == residual.REPLACE:
         expected[:, count - 1] = y
-    mix_norm = residual_chunk.mix_norm if many else residual.mix_norm
-    mixed, normed = mix_norm(bank[:, :count], y, change, score, 1e-5, weight, 1e-5, mixed=True)
+    mixed, normed = residual.mix_norm(bank[:, :count], y, change, score, 1e-5, weight, 1e-5, mixed=True, many=many)
     assert torch.equal(bank, expected)
     theirs = residual_reference.mix(expected[:, :count], score, 1e-5)
     assert mixed is not None

@@ -1,4 +1,4 @@
-"""The mix in one kernel, with the addition before it and the norm behind it."""
+"""The mix in one kernel, with the addition before it and the norm behind it; one for few tokens and one for many."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from torch import Tensor
 
 from k3stack.kernels import launch as start
 from k3stack.kernels.launch import await_inputs, next_power_of_two
-from k3stack.kernels.residual import triton_chunk
 
 WARPS = 16
 MANY = 1024
-"""Tokens from which on a kernel of its own is taken."""
+"""Tokens from which on the kernel for many is taken."""
 NOTHING, ADD, REPLACE = 0, 1, 2
 """What happens to the last row before the mix: nothing, ``+= y``, ``= y``."""
 
@@ -21,6 +20,31 @@ NOTHING, ADD, REPLACE = 0, 1, 2
 @triton.jit
 def _add_both(a, b, c, d):
     return a + c, b + d
+
+
+@triton.jit
+def _take_in(r, w, best, total, acc, width, eps):
+    """One more row ``r`` in the running softmax of scores: best score, sum of weights, weighted sum of rows."""
+    product, square = tl.reduce((r * w, r * r), 0, _add_both)
+    s = product * tl.rsqrt(square / width + eps)
+    top = tl.maximum(best, s)
+    old = tl.exp(best - top)
+    new = tl.exp(s - top)
+    return top, total * old + new, acc * old + r * new
+
+
+@triton.jit
+def _finish(
+    mean, weight, mixed, normed, token, at, mask, width, norm_eps, NORM: tl.constexpr, MIXED: tl.constexpr
+):  # fmt: skip
+    """Write the mix and its norm, as far as they are wanted."""
+    if MIXED:
+        tl.store(mixed + token * width + at, mean, mask=mask)
+    if NORM:
+        f = mean.to(tl.float32)
+        f = (f * tl.rsqrt(tl.sum(f * f, 0) / width + norm_eps)).to(mean.dtype).to(tl.float32)
+        out = f * tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(normed + token * width + at, out.to(mean.dtype), mask=mask)
 
 
 @triton.jit
@@ -49,22 +73,40 @@ def _mix_kernel(
             if j == count - 1:
                 r = (change + r if CHANGE == 1 else change).to(value.dtype).to(tl.float32)
                 tl.store(rows + j * width + at, r.to(value.dtype), mask=mask)
-        product, square = tl.reduce((r * w, r * r), 0, _add_both)
-        s = product * tl.rsqrt(square / width + eps)
-        top = tl.maximum(best, s)
-        old = tl.exp(best - top)
-        new = tl.exp(s - top)
-        acc = acc * old + r * new
-        total = total * old + new
-        best = top
+        best, total, acc = _take_in(r, w, best, total, acc, width, eps)
     mean = (acc / total).to(bank.dtype.element_ty)
-    if MIXED:
-        tl.store(mixed + token * width + at, mean, mask=mask)
-    if NORM:
-        f = mean.to(tl.float32)
-        f = (f * tl.rsqrt(tl.sum(f * f, 0) / width + norm_eps)).to(mean.dtype).to(tl.float32)
-        out = f * tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(normed + token * width + at, out.to(mean.dtype), mask=mask)
+    _finish(mean, weight, mixed, normed, token, at, mask, width, norm_eps, NORM, MIXED)
+
+
+@triton.jit
+def _mix_many_kernel(
+    bank, y, score, weight, mixed, normed, token_stride, count, width, eps, norm_eps,
+    CHANGE: tl.constexpr, NORM: tl.constexpr, MIXED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As ``_mix_kernel``, for tokens that fill the device; the changed row comes first, so that it is known when it is
+    needed."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mask = at < width
+    rows = bank + token * token_stride
+    last = rows + (count - 1) * width
+    w = tl.load(score + at, mask=mask, other=0.0)
+    value = tl.load(last + at, mask=mask, other=0.0)
+    if CHANGE != 0:
+        other = tl.load(y + token * width + at, mask=mask, other=0.0)
+        if CHANGE == 1:
+            other = (other.to(tl.float32) + value.to(tl.float32)).to(value.dtype)
+        value = other
+        tl.store(last + at, value, mask=mask)
+    best = -float("inf")
+    total = 0.0
+    acc = tl.zeros([BLOCK], tl.float32)
+    for j in range(count):
+        r = value.to(tl.float32)
+        value = tl.load(rows + j * width + at, mask=mask & (j < count - 1), other=0.0)
+        best, total, acc = _take_in(r, w, best, total, acc, width, eps)
+    mean = (acc / total).to(bank.dtype.element_ty)
+    _finish(mean, weight, mixed, normed, token, at, mask, width, norm_eps, NORM, MIXED)
 
 
 def mix(rows: Tensor, score: Tensor, eps: float) -> Tensor:
@@ -84,19 +126,20 @@ def mix_norm(
     norm_eps: float,
     *,
     mixed: bool,
+    many: bool | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Change the last of ``rows`` [T, n, D] by ``y`` [T, D] in place, mix them (``reference.mix``), and normalise.
 
-    The mix is returned where ``mixed``, ``reference.rms_norm`` of it where a ``weight`` is given.
+    The mix is returned where ``mixed``, ``reference.rms_norm`` of it where a ``weight`` is given. ``many``: with the
+    kernel for many tokens; None: as their number says.
     """
     tokens, count, width = rows.shape
-    if tokens >= MANY:
-        return triton_chunk.mix_norm(rows, y, change, score, eps, weight, norm_eps, mixed=mixed)
+    many = tokens >= MANY if many is None else many
     out = torch.empty(tokens, width, dtype=rows.dtype, device=rows.device) if mixed else None
     normed = None if weight is None else torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)
     block = next_power_of_two(width)
     start.launch(
-        _mix_kernel,
+        _mix_many_kernel if many else _mix_kernel,
         (tokens,),
         *(rows, rows if y is None else y.contiguous(), score, score if weight is None else weight),
         *(rows if out is None else out, rows if normed is None else normed),
