@@ -31,6 +31,7 @@ from benchmarks.make_checkpoint import quarter_kimi_linear, write_checkpoint
 from k3stack.config.geometry import ModelGeometry
 from k3stack.config.tensors import expected_tensors, expert_tensors
 from k3stack.estimate.pools import BlockLayout, block_layout
+from k3stack.models import pages
 from k3stack.models.batch import ForwardBatch
 from k3stack.models.capture import Capture
 from k3stack.models.load import load_model
@@ -53,7 +54,7 @@ class Ours:
         self.clock = clock
         self.model: Model = load_model(path, dtype=dtype, progress=False)
         for thread in threading.enumerate():
-            if thread.name == "large-pages":  # as a server's weights are, some seconds after its start
+            if thread.name == pages.THREAD:  # as a server's weights are, some seconds after its start
                 thread.join()
         state, window, row = cache_dtypes(self.model.dtype)
         self.layout: BlockLayout = block_layout(

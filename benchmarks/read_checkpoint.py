@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from benchmarks.make_checkpoint import quarter_kimi_linear, small_k3, write_checkpoint
 
+from k3stack.config.cores import usable_cores
 from k3stack.config.geometry import load_geometry
 from k3stack.kernels.linear import cpu as linear
 from k3stack.kernels.linear import stacked
@@ -88,7 +89,7 @@ def new_memory(size: int) -> memoryview:
 
 def touch(size: int) -> float:
     """Seconds to write once to every page of new memory, with a thread for each core."""
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     parts = [new_memory(size // cores) for _ in range(cores)]
     begin = time.perf_counter()
     with ThreadPoolExecutor(cores) as pool:

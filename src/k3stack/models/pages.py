@@ -19,6 +19,9 @@ from k3stack.kernels.memory import HUGE_PAGE, PAGE, gather_pages, huge_pages_gra
 from k3stack.models.landing import Landed
 from k3stack.models.network import Model
 
+THREAD = "large-pages"
+"""Name of the thread that moves a model's weights."""
+
 Region = tuple[int, int]
 """Address and bytes."""
 
@@ -62,7 +65,7 @@ def move_to_large_pages(model: Model, regions: list[Region]) -> threading.Thread
         stop.set()
         thread.join()
 
-    thread = threading.Thread(target=move, name="large-pages", daemon=True)
+    thread = threading.Thread(target=move, name=THREAD, daemon=True)
     atexit.register(end)
     thread.start()
     return thread

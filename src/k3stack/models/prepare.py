@@ -7,13 +7,13 @@ weight is there twice while it is packed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
+from k3stack.config.cores import usable_cores
 from k3stack.config.tensors import PACKED_PER_BYTE
 from k3stack.kernels.linear.blocked import scratch
 from k3stack.kernels.memory import populate, trim
@@ -34,17 +34,13 @@ def prepare(landings: list[Landing], *, threads: int = 4, on_bytes: Callable[[in
             on_bytes(landing.memory.numel())
 
     try:
-        with ThreadPoolExecutor(min(threads, _cores()), lambda: torch.set_num_threads(1)) as pool:
+        with ThreadPoolExecutor(min(threads, usable_cores()), lambda: torch.set_num_threads(1)) as pool:
             # The largest first: at the end all threads have work.
             for done in [pool.submit(make, x) for x in sorted(landings, key=lambda x: -x.memory.numel())]:
                 done.result()
     finally:
         torch.set_num_threads(before)
     trim()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _make(landing: Landing) -> None:

@@ -12,12 +12,11 @@ from k3stack.errors import UserError
 from k3stack.scheduler.plan import TokenLogprobs
 from k3stack.verify.order import Order, places
 from k3stack.verify.questions import Question
-from k3stack.verify.target import AT_ONCE, Answer, CannotScoreError, Progress, Scoring
+from k3stack.verify.target import AT_ONCE, MAX_TOKENS, Answer, CannotScoreError, Progress, Scoring
 
 if TYPE_CHECKING:
     from k3stack.engine.llm import LLM, Generation
 
-MAX_TOKENS = 400
 REFILL = 8
 """Requests that have to end before new ones join a full batch: prompts that are computed together cost less."""
 

@@ -12,9 +12,8 @@ from k3stack.errors import UserError
 from k3stack.scheduler.plan import TokenLogprobs
 from k3stack.verify.order import Order, places
 from k3stack.verify.questions import Question
-from k3stack.verify.target import AT_ONCE, Answer, CannotScoreError, Progress, Scoring
+from k3stack.verify.target import AT_ONCE, MAX_TOKENS, Answer, CannotScoreError, Progress, Scoring
 
-MAX_TOKENS = 400
 TIMEOUT_S = 600.0
 
 

@@ -12,6 +12,8 @@ from k3stack.verify.questions import Question
 Progress = Callable[[int], None]
 AT_ONCE = 64
 """Questions that are open at the same time."""
+MAX_TOKENS = 400
+"""Of an answer."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ On two Zen 4 cores K3-nano answers slower with two threads than with one; two pr
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from k3stack.chat import Tokenizer, load_tokenizer
+from k3stack.config.cores import usable_cores
 from k3stack.config.geometry import load_geometry
 from k3stack.errors import K3Error, Unavailable
 from k3stack.models.builtin import resolve
@@ -35,16 +35,6 @@ SMALL_BYTES = 1 << 30
 several cores busy, and every process holds a copy."""
 ARENA_GIB = 0.5
 END_S = 10.0
-
-
-def usable_cores() -> int:
-    """Cores that this process may use: its affinity, and its control group's share where there is one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    words = quota.read_text().split() if quota.exists() else ["max"]
-    if words[0] != "max":
-        cores = min(cores, math.ceil(int(words[0]) / int(words[1])))
-    return max(cores, 1)
 
 
 def usual_count(model_path: str, device: str, quick: bool) -> int:
