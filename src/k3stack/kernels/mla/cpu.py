@@ -94,7 +94,10 @@ def _gather(rows: Tensor, pages: Tensor) -> Tensor:
 
 
 def _rows_of(rows: Tensor, pages: Tensor) -> Tensor:
-    return rows[pages].view(*pages.shape[:-1], -1, rows.shape[2])
+    """As ``_gather``, in the dtype of the cache. Whole pages are picked: indexing by a table copies value by value and
+    takes three times as long."""
+    flat = rows.as_strided((rows.shape[0], rows.shape[1] * rows.shape[2]), (rows.stride(0), 1))
+    return flat.index_select(0, pages.reshape(-1)).view(*pages.shape[:-1], -1, rows.shape[2])
 
 
 def _sharing(page_table: Tensor, lengths: list[int], page_rows: int) -> list[tuple[list[int], int]]:
