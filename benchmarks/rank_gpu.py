@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from benchmarks.rank import ROW_BYTES, cut_layers, decode_load, floors
+from benchmarks.timeline import by_kernel, spans_of
 from torch import Tensor
 
 from k3stack.config.geometry import ModelGeometry
@@ -140,7 +141,7 @@ class Rank:
                 return ids[: len(given[0])], real(*given[:5])[1]
 
             def choose(*given: Any, ids: Tensor = drawn[best], real: Any = ffn.kernels.choose) -> tuple[Tensor, ...]:
-                return ids, *real(*given)[1:]
+                return ids[: len(given[0])], *real(*given)[1:]
 
             ffn.kernels = dataclasses.replace(ffn.kernels, route=route, choose=choose if ffn.joined else None)
         return touched
@@ -208,7 +209,7 @@ def part_runs(rank: Rank, batch: DecodeBatch | ForwardBatch) -> dict[str, Callab
     choice = [ffn.kernels.route(ffn.kernels.router_logits(x, ffn.router), ffn.bias, ffn.moe.top_k, 1.0, True)
               for ffn in moe]  # fmt: skip
 
-    no_experts = [dataclasses.replace(ffn.kernels, experts=lambda z, *_: z) for ffn in moe]
+    no_experts = [dataclasses.replace(ffn.kernels, experts=lambda z, *_: torch.empty_like(z)) for ffn in moe]
 
     def attention(layers: list[Any]) -> Callable[[], None]:
         def run() -> None:
@@ -303,11 +304,14 @@ def _decode(
         own.step.forget()
         rank.model.forward(own, rank.views)  # type: ignore[arg-type]
 
-    ms = timed(captured(step))
+    replay = captured(step)
+    ms = timed(replay)
     load = decode_load(batch, args.context)
     floor = floors(model, batch, args.context)
     floor_ms = floor["floor_gb"] * 1e12 / rate
-    parts = {}
+    parts, timeline = {}, {}
+    if args.timeline:
+        timeline = {"timeline": by_kernel(spans_of(replay))}
     if not args.no_parts:
         for name, run in part_runs(rank, own).items():
             part_ms = timed(captured(run))
@@ -325,6 +329,7 @@ def _decode(
         "experts_touched": round(statistics.mean(touched), 2) if touched else 0,
         "experts_of_the_floor": round(model.touched(batch), 2),
         "checked": {k: round(v, 5) for k, v in checks.items()},
+        **timeline,
     }
 
 

@@ -18,6 +18,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("k3_tiny_open", {"arena_gib": 0.03, "dtype": "bfloat16"}),
     ("k3_tiny_8h_open", {"arena_gib": 0.02, "dtype": "float64", "context_length": 512}),
     ("kimi_linear_tiny_open", {"arena_gib": 0.02}),
+    ("k3_tiny_open", {"arena_gib": 0.02, "kv_cache_dtype": "fp8_e4m3", "mamba_ssm_dtype": "bfloat16"}),
     ("k3_tiny_open", {"arena_gib": 0.02, "engine": "sglang", "mamba_full_memory_ratio": 1.1}),
     ("k3_tiny_open", {"arena_gib": 0.02, "mamba_full_memory_ratio": 0.5, "max_running_requests": 9}),
 ]

@@ -29,6 +29,11 @@ def run(argv: list[str]) -> int:
     if args.base_url is not None:
         if args.workers is not None:
             raise UserError("--workers is for --model-path: a server has its own processes", param="--workers")
+        if _cache(args):
+            raise UserError(
+                f"{' and '.join(_cache(args))}: for --model-path; start the server with it",
+                param=next(iter(_cache(args))),
+            )
         from k3stack.chat import load_tokenizer
         from k3stack.config.geometry import load_geometry
         from k3stack.models.builtin import resolve
@@ -40,7 +45,7 @@ def run(argv: list[str]) -> int:
         report = verify(remote, tokenizer, dtype=args.dtype, **options)
     else:
         with _local(args) as local:
-            report = verify(local, local.tokenizer, dtype=args.dtype, **options)
+            report = verify(local, local.tokenizer, dtype=args.dtype, narrow=bool(_cache(args)), **options)
     if args.json:
         print_json(report)
     else:
@@ -58,11 +63,18 @@ def _local(args: Namespace) -> LocalTarget | Workers:
         count = workers.usual_count(args.model_path, args.device, args.quick)
     if count < 1:
         raise UserError(f"--workers is {count}; at least 1 is needed", param="--workers")
+    cache = {name[2:].replace("-", "_"): value for name, value in _cache(args).items()}
     if count == 1:
-        return LocalTarget(args.model_path, args.dtype, args.device)
+        return LocalTarget(args.model_path, args.dtype, args.device, **cache)
     if args.device != "cpu":
         raise UserError(f"--workers {count} shares a CPU's cores; --device is {args.device}", param="--workers")
-    return workers.Workers(args.model_path, args.dtype, count)
+    return workers.Workers(args.model_path, args.dtype, count, cache)
+
+
+def _cache(args: Namespace) -> dict[str, str]:
+    """Flags about the precision of what is kept, as far as they are given."""
+    given = {"--kv-cache-dtype": args.kv_cache_dtype, "--mamba-ssm-dtype": args.mamba_ssm_dtype}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _dataset(args: Namespace) -> int:
@@ -133,6 +145,8 @@ def _parser() -> Parser:
         default="float32",
         help="what --model-path computes in; with --base-url what the server computes in: it chooses the thresholds",
     )
+    what.add_argument("--kv-cache-dtype", choices=("bfloat16", "fp8_e4m3"), help="of cache rows, for --model-path")
+    what.add_argument("--mamba-ssm-dtype", choices=("float32", "bfloat16"), help="of states, for --model-path")
     what.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N, for --model-path")
     how = parser.add_argument_group("how")
     how.add_argument(

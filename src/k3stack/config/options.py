@@ -156,8 +156,10 @@ class EngineOptions:
         "Precision of the recurrent state; `auto`: float32 (float64 where everything is computed so).",
         "Memory",
     )
-    kv_cache_dtype: Literal["auto", "bfloat16"] = option(
-        "auto", "Precision of the cache rows; `auto`: the compute precision.", "Memory"
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8_e4m3"] = option(
+        "auto",
+        "Precision of the cache rows; `auto`: the compute precision. fp8_e4m3 (scale 1) has half of bfloat16's bytes.",
+        "Memory",
     )
     pool_plan_file: str | None = option(
         None,

@@ -95,7 +95,7 @@ def boot(
     )
     network = _graphed(options, model, plan, context)
     asked = None if free is None else lambda: free(memory)
-    executor = _executor(options, model, network, plan, device, poison, asked)
+    executor = _executor(options, model, network, plan, precision, poison, asked)
     executor.capture_graphs(progress)
     setup = EngineSetup(
         vocab=geometry.vocab,
@@ -248,14 +248,14 @@ def _executor(
     model: Model,
     network: Network,
     plan: PoolPlan,
-    device: torch.device,
+    precision: Precision,
     poison: bool,
     free: Callable[[], tuple[Iterable[int], Iterable[int]]] | None,
 ) -> TorchExecutor:
     from k3stack.executor.torch.executor import TorchExecutor
     from k3stack.models.views import ArenaViews, cache_dtypes
 
-    state, window, row = cache_dtypes(model.dtype)
+    state, window, row = cache_dtypes(model.dtype, precision.state, precision.row)
 
     def views_of(buffer: torch.Tensor) -> ArenaViews:
         return ArenaViews(buffer, plan.layout, model.geometry, state_dtype=state, window_dtype=window, row_dtype=row)
@@ -265,7 +265,7 @@ def _executor(
         plan,
         views_of,
         vocab=model.geometry.vocab,
-        device=device,
+        device=model.device,
         max_in_flight=1 if options.disable_overlap_schedule else 2,
         poison=poison,
         free=free,
@@ -308,6 +308,7 @@ def _info(
         "device": str(device),
         "dtype": precision.compute,
         "state_dtype": precision.state,
+        "kv_cache_dtype": precision.row,
         "chunk_tokens": options.chunked_prefill_size,
         "max_running": actual[1].max_running,
         "max_queued": options.max_queued_requests,

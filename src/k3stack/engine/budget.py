@@ -15,17 +15,18 @@ from k3stack.estimate.sglang import SglangSettings
 GIB = 1 << 30
 CPU_SHARE = 0.25
 """Most of the free memory that the arena takes on a CPU when nobody says how much: other programs live there too."""
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "fp8_e4m3": 1}
 UNBOUNDED = 10_000_000
 """SGLang's own largest context, for sizes of a pool that nobody bounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Bytes of one value: as computed (cache rows and windows too), and of the recurrent state."""
+    """Names of dtypes: of what is computed (windows too), of the recurrent state and of the cache rows."""
 
     compute: str
     state: str
+    row: str
     as_stored: bool = False
     """Routed experts stay in MXFP4 where they are stored so, and the router's weight in the compute dtype."""
 
@@ -37,18 +38,21 @@ class Precision:
 def precision_of(options: EngineOptions, device: str) -> Precision:
     """Resolve ``auto``; UserError for a combination that no kernel here computes."""
     compute = options.dtype if options.dtype != "auto" else ("bfloat16" if device.startswith("cuda") else "float32")
-    state = "float32" if compute == "bfloat16" else compute
-    if options.mamba_ssm_dtype not in ("auto", state):
+    state: str = "float32" if compute == "bfloat16" else compute
+    if options.mamba_ssm_dtype != "auto":
+        if compute == "float64":
+            raise UserError(
+                f"--mamba-ssm-dtype is {options.mamba_ssm_dtype}; with --dtype float64 the state is kept in float64",
+                param="--mamba-ssm-dtype",
+            )
+        state = options.mamba_ssm_dtype
+    row = compute if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    if row != compute and compute == "float64":
         raise UserError(
-            f"--mamba-ssm-dtype is {options.mamba_ssm_dtype}; with --dtype {compute} the state is kept in {state}",
-            param="--mamba-ssm-dtype",
-        )
-    if options.kv_cache_dtype not in ("auto", compute):
-        raise UserError(
-            f"--kv-cache-dtype is {options.kv_cache_dtype}; with --dtype {compute} cache rows are kept in {compute}",
+            f"--kv-cache-dtype is {row}; with --dtype float64 cache rows are kept in float64",
             param="--kv-cache-dtype",
         )
-    return Precision(compute, state)
+    return Precision(compute, state, row)
 
 
 def layout_of(geometry: ModelGeometry, precision: Precision) -> BlockLayout:
@@ -57,7 +61,7 @@ def layout_of(geometry: ModelGeometry, precision: Precision) -> BlockLayout:
         geometry,
         recurrent_itemsize=ITEMSIZE[precision.state],
         conv_itemsize=precision.itemsize,
-        row_itemsize=precision.itemsize,
+        row_itemsize=ITEMSIZE[precision.row],
     )
 
 

@@ -107,8 +107,14 @@ class LLM:
         from k3stack.executor.torch.whole import sequence_logits
 
         chunk = self.options.chunked_prefill_size
+        engine, precision = self._engine, self._engine.precision
         found = sequence_logits(
-            self._engine.model, self._engine.plan.layout, ids, chunk if chunk > 0 else max(len(ids), 1)
+            engine.model,
+            engine.plan.layout,
+            ids,
+            chunk if chunk > 0 else max(len(ids), 1),
+            state=precision.state,
+            row=precision.row,
         )
         logits: npt.NDArray[np.floating[Any]] = found.numpy()
         return logits

@@ -9,10 +9,22 @@ from k3stack.config.geometry import ModelGeometry
 from k3stack.errors import BugError
 from k3stack.estimate.pools import BlockLayout
 
+STORED = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+"""Dtypes of states and cache rows by the names that options have for them."""
 
-def cache_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """(state, window, row) dtypes for a compute dtype: bfloat16 keeps its recurrent state in float32."""
-    return (torch.float32 if dtype == torch.bfloat16 else dtype), dtype, dtype
+
+def cache_dtypes(
+    dtype: torch.dtype, state: str | None = None, row: str | None = None
+) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """(state, window, row) dtypes for a compute dtype; by name where they are not the usual ones (bfloat16 keeps its
+    recurrent state in float32)."""
+    usual = torch.float32 if dtype == torch.bfloat16 else dtype
+    return (usual if state is None else STORED[state]), dtype, (dtype if row is None else STORED[row])
 
 
 class ArenaViews:

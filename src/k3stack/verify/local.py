@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,13 @@ REFILL = 8
 """Requests that have to end before new ones join a full batch: prompts that are computed together cost less."""
 
 
+def kept_in(options: Mapping[str, Any]) -> str:
+    """What a target's name says of the precision of cache rows and states, where it was chosen."""
+    told = {"kv_cache_dtype": "cache rows", "mamba_ssm_dtype": "states"}
+    found = [f"{what} in {options[name]}" for name, what in told.items() if name in options]
+    return f" ({', '.join(found)})" if found else ""
+
+
 class LocalTarget:
     """``LLM`` behind the target's two questions. Use in a ``with`` block."""
 
@@ -32,7 +39,7 @@ class LocalTarget:
         if self.llm.tokenizer is None:
             raise UserError(f"{model_path} has no tokenizer; verify asks in words", param="--model-path")
         self.tokenizer = self.llm.tokenizer
-        self.name = f"{model_path} in {dtype} on {device}"
+        self.name = f"{model_path} in {dtype} on {device}{kept_in(options)}"
 
     def __enter__(self) -> LocalTarget:
         return self

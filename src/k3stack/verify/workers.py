@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing import connection, get_context
@@ -22,7 +22,7 @@ from k3stack.config.geometry import load_geometry
 from k3stack.errors import K3Error, Unavailable
 from k3stack.models.builtin import resolve
 from k3stack.scheduler.plan import TokenLogprobs
-from k3stack.verify.local import LocalTarget
+from k3stack.verify.local import LocalTarget, kept_in
 from k3stack.verify.order import deal, shares
 from k3stack.verify.questions import Question
 from k3stack.verify.target import Answer, CannotScoreError, Progress, Scoring, Target
@@ -82,13 +82,14 @@ class MakeLocal:
 
     model_path: str
     dtype: str
+    options: Mapping[str, Any]
 
     def __call__(self) -> AbstractContextManager[Target]:
         os.environ["OMP_NUM_THREADS"] = "1"
         import torch
 
         torch.set_num_threads(1)
-        return LocalTarget(self.model_path, self.dtype, "cpu", arena_gib=ARENA_GIB)
+        return LocalTarget(self.model_path, self.dtype, "cpu", arena_gib=ARENA_GIB, **self.options)
 
 
 def work(pipe: Pipe, make: Maker) -> None:
@@ -128,21 +129,28 @@ class _Worker:
 
 
 class Workers:
-    """``count`` processes as one target. Use in a ``with`` block. Raises what a worker refuses with, and Unavailable,
-    which says which and how, when one has died."""
+    """``count`` processes as one target, with engine ``options``. Use in a ``with`` block. Raises what a worker refuses
+    with, and Unavailable, which says which and how, when one has died."""
 
-    def __init__(self, model_path: str, dtype: str, count: int, make: Maker | None = None) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        dtype: str,
+        count: int,
+        options: Mapping[str, Any] | None = None,
+        make: Maker | None = None,
+    ) -> None:
+        options = options or {}
         folder = Path(resolve(model_path).path)
         self.tokenizer: Tokenizer = load_tokenizer(folder, load_geometry(folder))
-        self.name = f"{model_path} in {dtype} on cpu, {count} processes"
+        self.name = f"{model_path} in {dtype} on cpu{kept_in(options)}, {count} processes"
         context = get_context("spawn")
         self._workers: list[_Worker] = []
         try:
             for _ in range(count):
                 mine, theirs = context.Pipe()
-                process = context.Process(
-                    target=work, args=(theirs, make or MakeLocal(model_path, dtype)), name="k3-verify", daemon=True
-                )
+                own = make or MakeLocal(model_path, dtype, options)
+                process = context.Process(target=work, args=(theirs, own), name="k3-verify", daemon=True)
                 process.start()
                 theirs.close()
                 self._workers.append(_Worker(process, mine))

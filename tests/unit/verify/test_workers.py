@@ -53,7 +53,7 @@ class Fake:
 
 
 def started(fate: str = "", count: int = 2) -> workers.Workers:
-    return workers.Workers("nano", "float32", count, Fake(fate))
+    return workers.Workers("nano", "float32", count, make=Fake(fate))
 
 
 def test_answers_come_back_in_order_from_all_of_them() -> None:

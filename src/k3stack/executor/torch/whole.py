@@ -13,16 +13,24 @@ from k3stack.models.network import Model
 from k3stack.models.views import ArenaViews, cache_dtypes
 
 
-def sequence_logits(model: Model, layout: BlockLayout, ids: Sequence[int], chunk_tokens: int) -> torch.Tensor:
-    """Logits [len(ids), vocab] on the host, computed in chunks in an arena of their own (a state and their pages)."""
+def sequence_logits(
+    model: Model,
+    layout: BlockLayout,
+    ids: Sequence[int],
+    chunk_tokens: int,
+    *,
+    state: str | None = None,
+    row: str | None = None,
+) -> torch.Tensor:
+    """Logits [len(ids), vocab] on the host, computed in chunks in an arena of their own (a state and their pages).
+    ``state``, ``row``: dtypes that ``layout`` was made for, where they are not the usual ones of the model's."""
     pages = -(-len(ids) // layout.page_tokens) if layout.page_bytes else 0
     blocks = 1 + -(-pages // layout.pages_per_block)
     plan = PoolPlan(engine="k3", layout=layout, budget_bytes=blocks * layout.block_bytes, blocks=blocks)
     arena = DeviceArena(plan, model.device)
-    state, window, row = cache_dtypes(model.dtype)
-    views = ArenaViews(
-        arena.buffer, layout, model.geometry, state_dtype=state, window_dtype=window, row_dtype=row
-    )  # fmt: skip
+    state_dtype, window_dtype, row_dtype = cache_dtypes(model.dtype, state, row)
+    types = {"state_dtype": state_dtype, "window_dtype": window_dtype, "row_dtype": row_dtype}
+    views = ArenaViews(arena.buffer, layout, model.geometry, **types)
     tokens = torch.tensor(list(ids), dtype=torch.int64, device=model.device)
     first_page = layout.pages_per_block  # block 0 is the state
     table = torch.arange(first_page, first_page + pages, device=model.device).unsqueeze(0)

@@ -66,8 +66,14 @@ def decode(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Ten
 
     q, k, g [R, H, K], v [R, H, V], beta [R, H], states [blocks, H, K, V] -> [R, H, V]. Both the prediction and the
     output are read from the old state: with D = diag(exp g), ``S' = D S + k d^T`` gives
-    ``o = S^T (exp(g) q) + (k . q) d``.
+    ``o = S^T (exp(g) q) + (k . q) d``. States of a narrower dtype are rounded once a step, when they are written.
     """
+    if states.dtype != q.dtype:
+        index = torch.tensor(blocks, device=states.device)
+        own = states[index].to(q.dtype)
+        out = decode(q, k, v, g, beta, own, list(range(len(blocks))))
+        states[index] = own.to(states.dtype)
+        return out
     decay = torch.exp(g)
     q = q * q.shape[-1] ** -0.5
     reads = q.new_empty(*q.shape[:2], 2, q.shape[2])
@@ -238,7 +244,7 @@ def _scan(
     """Carry the states through the tiles, step by step; returns outputs [tiles, H, C, V]."""
     c = layout.tile
     blocks = torch.tensor(layout.blocks, device=states.device)
-    s = states[blocks]
+    s = states[blocks].to(v.dtype)
     heads, width, values = s.shape[1:]
     out = torch.empty_like(v)
     at = 0
@@ -253,5 +259,5 @@ def _scan(
         keys = k_out[tile].view(n * heads, c, width).transpose(1, 2)
         flat.baddbmm_(keys, corrected.view(n * heads, c, values))
         at += n
-    states[blocks] = s
+    states[blocks] = s.to(states.dtype)
     return out

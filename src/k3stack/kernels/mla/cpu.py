@@ -17,6 +17,8 @@ SCORE_BYTES = 4 << 20
 with 256 queries and all heads at once, 501 ms with 64 queries, 393 ms with 64 queries of one head."""
 GATHER_BYTES = 4 << 20
 """Cache rows that decode gathers at once: more would leave the CPU's cache before they are read."""
+FP8_MOST = 448.0
+"""Largest number of fp8_e4m3."""
 SHARED_ROWS = 512
 """Cache rows from which on sequences that begin with the same pages read them together. Measured on a Zen 4 core with
 30 decoding rows that share 8,192: 22 ms instead of 43."""
@@ -188,6 +190,7 @@ def _expand(rows: Tensor, kv_b: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Keys [H, S, nope + shared] and values [H, S, v] of cache rows [S, latent + shared]."""
     heads, _, latent = kv_b.shape
     nope = width - (rows.shape[1] - latent)
+    rows = rows.to(kv_b.dtype)
     expanded = (rows[:, :latent] @ kv_b.view(-1, latent).T).view(rows.shape[0], heads, -1).transpose(0, 1)
     keys = torch.cat([expanded[..., :nope], rows[:, latent:].expand(heads, -1, -1)], dim=-1)
     return keys, expanded[..., nope:]
@@ -235,4 +238,8 @@ def write_rows(kv: Tensor, weight: Tensor, eps: float, rows: Tensor, pages: Tens
     rows [pages, page rows, latent + shared]; pages, places int64 [T]: where each token's row lies.
     """
     latent = weight.shape[0]
-    rows[pages, places] = torch.cat([rms_norm(kv[:, :latent], weight, eps), kv[:, latent:]], dim=1).to(rows.dtype)
+    values = torch.cat([rms_norm(kv[:, :latent], weight, eps), kv[:, latent:]], dim=1)
+    if rows.dtype.itemsize == 1:
+        # Scale 1; what is out of range becomes the largest number, as on a GPU (older versions of torch make it NaN).
+        values = values.clamp(-FP8_MOST, FP8_MOST)
+    rows[pages, places] = values.to(rows.dtype)

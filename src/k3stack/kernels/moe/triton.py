@@ -59,7 +59,8 @@ def _route(
     j = tl.arange(0, KEPT)
     chosen = tl.zeros([KEPT], tl.int32)
     for i in range(TOPK):
-        best = tl.min(tl.where(score == tl.max(score, 0), e, BLOCK), 0)
+        # Where a logit is no number none is the largest; the choice must name an expert all the same.
+        best = tl.minimum(tl.min(tl.where(score == tl.max(score, 0), e, BLOCK), 0), experts - 1)
         chosen = tl.where(j == i, best, chosen)
         score = tl.where(e == best, -float("inf"), score)
     kept = 1 / (1 + tl.exp(-tl.load(logits + chosen, mask=j < TOPK, other=-float("inf"))))
