@@ -123,7 +123,9 @@ def draw(spans: list[Span], steps: int, path: str) -> None:
         reach = max(reach, s.end)
     figure, axes = plt.subplots(figsize=(11, 2.8), constrained_layout=True)
     for i, lane in enumerate(lanes):
-        axes.broken_barh(bars[lane], (len(lanes) - i - 0.4, 0.8), color="#c0392b" if lane == lanes[-1] else "#2c6fbb")
+        axes.broken_barh(
+            bars[lane], (len(lanes) - i - 0.4, 0.8), linewidth=0, color="#c0392b" if lane == lanes[-1] else "#2c6fbb"
+        )
     axes.set_yticks([len(lanes) - i for i in range(len(lanes))], lanes)
     axes.set_xlim(begin / 1e3, end / 1e3)
     axes.set_xlabel("ms")

@@ -29,6 +29,7 @@ from k3stack.kernels.moe import triton as moe
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 from k3stack.kernels.norm import triton as norm
 from k3stack.kernels.residual import triton as residual
+from k3stack.kernels.sampling import triton as sampling
 
 SHARED_LIMIT = 227 * 1024
 """Shared memory of one program on an H200."""
@@ -36,6 +37,7 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
+    torch.float64: "fp64",
     torch.int64: "i64",
     torch.int32: "i32",
     torch.uint8: "u8",
@@ -177,6 +179,12 @@ def experts_plain() -> None:
         moe.experts(m(tokens, 2304), ints(tokens, 8), m(tokens, 8, dtype=F32), w13, w2, glu("silu"))
 
 
+def sampled() -> None:
+    wide = {"dtype": torch.float64}
+    sampling.least_kept(m(64, 163_840, dtype=F32), ints(64), m(64, **wide), m(64, **wide))
+
+
 CASES: dict[str, Callable[[], None]] = {
-    case.__name__: case for case in (small, products, kda_step, kda_chunks, mla_step, experts_packed, experts_plain)
+    case.__name__: case
+    for case in (small, products, kda_step, kda_chunks, mla_step, experts_packed, experts_plain, sampled)
 }

@@ -32,6 +32,8 @@ from k3stack.kernels.norm import reference as norm_reference
 from k3stack.kernels.norm import triton as norm
 from k3stack.kernels.residual import reference as residual_reference
 from k3stack.kernels.residual import triton as residual
+from k3stack.kernels.sampling import reference as sampling_reference
+from k3stack.kernels.sampling import triton as sampling
 from tests.cpu.harness import relative
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -231,6 +233,32 @@ def test_router(dtype: torch.dtype, tokens: int, experts: int, top_k: int, renor
     order, order_r = ids.argsort(-1), ids_r.argsort(-1)
     assert torch.equal(ids.gather(1, order), ids_r.gather(1, order_r))
     same(weights.gather(1, order), weights_r.gather(1, order_r), torch.float32)
+
+
+def test_a_router_without_numbers_still_names_experts(dtype: torch.dtype) -> None:
+    logits = draw(3, 24)
+    logits[1] = float("nan")
+    ids, weights = moe.route(logits, draw(24, seed=1), 4, 1.0, True)
+    assert 0 <= int(ids.min()) <= int(ids.max()) < 24
+    assert weights[1].isnan().all()
+    assert weights[[0, 2]].isfinite().all()
+
+
+def test_what_top_k_and_top_p_keep(dtype: torch.dtype) -> None:
+    vocab = 9_000
+    weights = torch.exp(draw(7, vocab, scale=3.0))
+    weights[4] = weights[4].round(decimals=1)  # many equal ones
+    weights[5] = 1.0
+    weights /= weights.amax(1, keepdim=True)
+    top_k = torch.tensor([5, 0, 40, 0, 30, 7, 20_000], device=DEVICE)
+    top_p = torch.tensor([1.0, 0.9, 0.5, 1.0, 0.8, 0.3, 1e-9], dtype=torch.float64, device=DEVICE)
+    min_p = torch.tensor([0.0, 0.0, 0.0, 0.02, 0.0, 0.0, 0.0], dtype=torch.float64, device=DEVICE)
+    mine = sampling.least_kept(weights, top_k, top_p, min_p)
+    assert torch.equal(mine, sampling_reference.least_kept(weights, top_k, top_p, min_p))
+    kept = (weights >= mine.unsqueeze(1)).sum(1).tolist()
+    assert kept[0] == 5
+    assert kept[5] == vocab
+    assert kept[6] == 1
 
 
 @pytest.mark.parametrize("sizes", [(48, 64, 600), (16, 0, 32)])

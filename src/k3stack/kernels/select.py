@@ -88,6 +88,16 @@ def select_kernels(device: torch.device, dtype: torch.dtype, geometry: ModelGeom
     return _triton(dtype)
 
 
+def select_least_kept(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
+    """How top-k and top-p find what they keep on ``device`` (see ``sampling.reference``); None: by sorting the largest
+    few, with the host's help."""
+    if device.type != "cuda" or why_not_triton(torch.float32, None) is not None:
+        return None
+    from k3stack.kernels.sampling import triton as sampling
+
+    return sampling.least_kept
+
+
 def why_not_triton(dtype: torch.dtype, geometry: ModelGeometry | None) -> str | None:
     """What keeps the Triton kernels from serving a model on a GPU; None: nothing."""
     if importlib.util.find_spec("triton") is None:

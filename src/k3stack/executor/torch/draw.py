@@ -7,6 +7,7 @@ runs in an order that is the same for a row alone and in any batch, on nothing b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,17 +41,30 @@ class DrawParams:
         )
 
 
+LeastKept = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""See ``kernels.sampling.reference.least_kept``."""
+
+
 def draw(
-    logits: torch.Tensor, params: DrawParams, limited: npt.NDArray[np.bool_], least: npt.NDArray[np.bool_]
+    logits: torch.Tensor,
+    params: DrawParams,
+    limited: npt.NDArray[np.bool_],
+    least: npt.NDArray[np.bool_],
+    least_kept: LeastKept | None = None,
 ) -> torch.Tensor:
     """Tokens [n] int64 from ``logits`` [n, vocab], which is overwritten. Rows without a finite logit get any id.
 
     What the host knows of the rows, so that it need not wait for the device to hear it: which are ``limited`` by top-k
-    or top-p, and which have a ``least`` weight (min-p).
+    or top-p, and which have a ``least`` weight (min-p). ``least_kept``: the device's own way to find what they keep;
+    without it (or not in float32) the largest few are looked at first, and the host waits to hear whether they are
+    enough.
     """
     logits.div_(params.temperature.to(logits.dtype).unsqueeze(1))
     # 1 for the best token, so that every threshold is a weight.
     weights = logits.sub_(logits.amax(dim=-1, keepdim=True)).exp_()
+    if least_kept is not None and weights.dtype == torch.float32 and limited.any():
+        threshold = least_kept(weights, params.top_k, params.top_p, params.min_p)
+        return _inverse(weights.masked_fill_(weights < threshold.unsqueeze(1), 0.0), params.uniform)
     if limited.all():
         return _draw_limited(weights, params)
     if not limited.any():

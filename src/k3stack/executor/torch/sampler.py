@@ -17,6 +17,7 @@ import torch
 from k3stack.executor.torch.draw import DrawParams, draw
 from k3stack.executor.torch.noise import uniform
 from k3stack.executor.torch.penalties import PenaltyCounts
+from k3stack.kernels.select import select_least_kept
 from k3stack.kernels.upload import upload
 from k3stack.scheduler.plan import RowAdd
 
@@ -52,6 +53,7 @@ class Sampler:
         self._banned: dict[int, tuple[int, ...]] = {}
         self._bias: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._penalties = PenaltyCounts(vocab, device)
+        self._least_kept = select_least_kept(device)
         self._not_greedy = 0
         """Live rows that are shaped or still below min_tokens at their start; 0: every batch is plainly greedy."""
 
@@ -175,7 +177,7 @@ class Sampler:
         )
         limited = (self._top_k[rows] > 0) | (self._top_p[rows] < 1.0)
         params = DrawParams(*(upload(v, self._device) for v in values))
-        return draw(logits, params, limited, self._min_p[rows] > 0.0)
+        return draw(logits, params, limited, self._min_p[rows] > 0.0, self._least_kept)
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Which tokens top-k, top-p and min-p keep."""
