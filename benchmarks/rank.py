@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefill", type=int, help="measure a chunk of so many tokens instead of decode steps")
     parser.add_argument("--layers", type=int, help="only the first so many layers: a quick look, no result")
     parser.add_argument("--no-parts", action="store_true", help="the whole step alone")
-    parser.add_argument("--timeline", action="store_true", help="also a decode step's kernels: count, time, gaps")
+    parser.add_argument("--timeline", action="store_true", help="also the kernels of the step: count, time, gaps")
     parser.add_argument("--floor-only", action="store_true", help="bytes by arithmetic; needs no GPU")
     parser.add_argument("--json", action="store_true", help="one line a result")
     return parser

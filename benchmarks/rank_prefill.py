@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from benchmarks.rank import prefill_load
 from benchmarks.rank_gpu import DEVICE, GOOD, Rank, part_runs, relative, timed
+from benchmarks.timeline import by_kernel, spans_of
 
 from k3stack.estimate.work import RankModel
 from k3stack.kernels.kda import reference as kda_reference
@@ -76,14 +77,21 @@ def measure_prefill(
     second = about | _sharded(args, rank, split, gemm, batch, exchange)
     rank.route_as_mean_rank(tokens, total_experts)
     ms = timed(lambda: rank.model.forward(batch, rank.views), repeats=REPEATS)
+    timeline = kernels(args, lambda: rank.model.forward(batch, rank.views))
     work = model.work(prefill_load(tokens))
     first = about | {
         "way": "copied",
         **_rates(ms, work.flops, gemm),
         "parts": {} if args.no_parts else parts(part_runs(rank, batch)),
         "collectives": {"count": work.sums, "bytes": round(work.sum_bytes)},
+        **timeline,
     }
     return [first, second]
+
+
+def kernels(args: argparse.Namespace, run: Callable[[], Any]) -> dict[str, Any]:
+    """What ``run`` does on the device, kernel by kernel, if that is wanted."""
+    return {"timeline": by_kernel(spans_of(run))} if args.timeline else {}
 
 
 def _sharded(
@@ -112,6 +120,7 @@ def _sharded(
         **_rates(ms, model.work(prefill_load(args.prefill)).flops, gemm),
         "parts": {} if args.no_parts else parts(runs),
         "collectives": collectives,
+        **kernels(args, run),
     }
 
 
