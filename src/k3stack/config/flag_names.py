@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from k3stack.config.options import ONE_GPU
+
 OTHER_SPELLING: dict[str, str] = {
     "--max-model-len": "--context-length",
     "--max-num-seqs": "--max-running-requests",
@@ -16,6 +18,11 @@ OTHER_SPELLING: dict[str, str] = {
     "--mamba-ssm-cache-dtype": "--mamba-ssm-dtype",
     "--uvicorn-log-level": "--log-level",
     "--no-async-scheduling": "--disable-overlap-schedule",
+    "--tp": "--tp-size",
+    "--tensor-parallel-size": "--tp-size",
+    "-tp": "--tp-size",
+    "--ep": "--ep-size",
+    "--expert-parallel-size": "--ep-size",
 }
 """Spelling elsewhere -> the flag here that means the same."""
 
@@ -31,10 +38,6 @@ class Always:
     """What to do where another value is wanted."""
 
 
-_ONE_GPU = (
-    "this version serves on one GPU or CPU; `k3 plan` and `k3 simulate` take larger layouts, "
-    "and several servers can stand behind a router"
-)
 _KERNELS = "kernels are chosen by k3stack for the device it finds; leave the flag out"
 
 ALWAYS: dict[str, Always] = {
@@ -55,14 +58,12 @@ ALWAYS: dict[str, Always] = {
     "--enable-unified-memory": Always("states and cache share one arena (engine k3)"),
     "--language-model-only": Always("images are not read; the vision tower's weights are skipped"),
     "--skip-server-warmup": Always("the server warms up nothing that it must skip"),
-    "--tp-size": Always("one rank is what is served", ("1",), _ONE_GPU),
-    "--dp-size": Always("one rank is what is served", ("1",), _ONE_GPU),
-    "--pp-size": Always("one rank is what is served", ("1",), _ONE_GPU),
-    "--ep-size": Always("one rank is what is served", ("1",), _ONE_GPU),
-    "--dcp-size": Always("one rank is what is served", ("1",), _ONE_GPU),
-    "--attn-dp-size": Always("one rank is what is served", ("1",), _ONE_GPU),
-    "--nnodes": Always("one node is what is served", ("1",), _ONE_GPU),
-    "--node-rank": Always("one node is what is served", ("0",), _ONE_GPU),
+    "--dp-size": Always("one rank is what is served", ("1",), ONE_GPU),
+    "--pp-size": Always("one rank is what is served", ("1",), ONE_GPU),
+    "--dcp-size": Always("one rank is what is served", ("1",), ONE_GPU),
+    "--attn-dp-size": Always("one rank is what is served", ("1",), ONE_GPU),
+    "--nnodes": Always("one node is what is served", ("1",), ONE_GPU),
+    "--node-rank": Always("one node is what is served", ("0",), ONE_GPU),
     "--page-size": Always("a page has 64 rows", ("64",), "a page has 64 rows; leave the flag out"),
     "--schedule-policy": Always(
         "prompts are taken in order of priority, then of arrival",
@@ -82,17 +83,12 @@ ALWAYS: dict[str, Always] = {
 }
 
 SAME_AS: dict[str, str] = {
-    "--tp": "--tp-size",
-    "--tensor-parallel-size": "--tp-size",
-    "-tp": "--tp-size",
     "--dp": "--dp-size",
     "--data-parallel-size": "--dp-size",
     "-dp": "--dp-size",
     "--pp": "--pp-size",
     "--pipeline-parallel-size": "--pp-size",
     "-pp": "--pp-size",
-    "--ep": "--ep-size",
-    "--expert-parallel-size": "--ep-size",
     "--decode-context-parallel-size": "--dcp-size",
     "--block-size": "--page-size",
 }
@@ -107,18 +103,18 @@ _LORA = "adapters are not served: merge them into the checkpoint"
 _VISION = "images are not read in this version: leave the flag out"
 
 REFUSED: dict[str, str] = {
-    "--enable-dp-attention": _ONE_GPU,
-    "--enable-dp-lm-head": _ONE_GPU,
-    "--enable-expert-parallel": _ONE_GPU,
-    "--dcp-comm-backend": _ONE_GPU,
-    "--dcp-replicate-q-proj": _ONE_GPU,
-    "--load-balance-method": _ONE_GPU,
-    "--shared-experts-tp-size": _ONE_GPU,
-    "--enable-eplb": _ONE_GPU,
-    "--deepep-mode": _ONE_GPU,
-    "--enable-symm-mem": _ONE_GPU,
-    "--disable-custom-all-reduce": _ONE_GPU,
-    "--distributed-executor-backend": _ONE_GPU,
+    "--enable-dp-attention": ONE_GPU,
+    "--enable-dp-lm-head": ONE_GPU,
+    "--enable-expert-parallel": ONE_GPU,
+    "--dcp-comm-backend": ONE_GPU,
+    "--dcp-replicate-q-proj": ONE_GPU,
+    "--load-balance-method": ONE_GPU,
+    "--shared-experts-tp-size": ONE_GPU,
+    "--enable-eplb": ONE_GPU,
+    "--deepep-mode": ONE_GPU,
+    "--enable-symm-mem": ONE_GPU,
+    "--disable-custom-all-reduce": ONE_GPU,
+    "--distributed-executor-backend": ONE_GPU,
     "--dist-init-addr": _NODES,
     "--dist-timeout": _NODES,
     "--nccl-init-addr": _NODES,

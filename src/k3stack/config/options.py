@@ -21,6 +21,10 @@ from k3stack.errors import UserError
 
 DEFAULT_MEM_FRACTION = 0.85
 """Share of a GPU's memory for weights and arena when neither --mem-fraction-static nor --arena-gib is given."""
+ONE_GPU = (
+    "this version serves on one GPU or CPU; `k3 plan` and `k3 simulate` take larger layouts, "
+    "and several servers can stand behind a router"
+)
 DEFAULT_CPU_ARENA_GIB = 1.0
 """Size of the arena on a CPU when --arena-gib is not given."""
 
@@ -113,6 +117,20 @@ class EngineOptions:
     )
     cuda_graph_max_bs: int | None = option(
         None, "Largest decode batch that is captured as a CUDA graph; default: all up to 256 rows.", "Model", low=1
+    )
+    emulate_rank: int | None = option(
+        None,
+        "Run this rank of the layout --tp-size, --ep-size alone, to measure it: its share of the model with random "
+        "weights, real kernels, exchanges left out and counted. Answers mean nothing, durations do.",
+        "Model",
+        low=0,
+    )
+    tp_size: int = option(1, "Ranks of the layout; other than 1 only with --emulate-rank.", "Model", low=1)
+    ep_size: int = option(1, "Ranks that share out the experts; as --tp-size.", "Model", low=1)
+    emulate_routing: Literal["mean", "slowest"] = option(
+        "mean",
+        "Experts chosen for an emulated rank: drawn uniformly, or so that of a full batch's it has most.",
+        "Model",
     )
     latent_norm_eps: float = option(
         1e-6, "Epsilon of the norm on MLA's latents. SGLang reads it as 1e-5.", "Model", above=0.0, high=1.0
@@ -216,6 +234,12 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check_rows(self)
+        if self.emulate_rank is None:
+            for flag, value in (("--tp-size", self.tp_size), ("--ep-size", self.ep_size)):
+                if value > 1:
+                    raise UserError(f"{flag} {value} is not taken: {ONE_GPU}; --emulate-rank runs one rank", param=flag)
+            if self.emulate_routing != "mean":
+                raise UserError("--emulate-routing is for --emulate-rank", param="--emulate-routing")
         if self.mem_fraction_static is not None and self.arena_gib is not None:
             raise UserError(
                 "--mem-fraction-static and --arena-gib both fix the size of the arena; give one of them",

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from k3stack.chat import Tokenizer, load_tokenizer
 from k3stack.config.geometry import ModelGeometry, load_geometry
+from k3stack.config.layout import ParallelLayout
 from k3stack.config.options import EngineOptions
 from k3stack.engine.budget import (
     GIB,
+    Cut,
     Precision,
     arena_budget,
     free_host_bytes,
@@ -30,6 +32,7 @@ from k3stack.engine.step_log import StepLog
 from k3stack.errors import CheckpointError, UserError
 from k3stack.estimate.pools import PoolPlan
 from k3stack.estimate.saved_plan import SavedPlan, figures, save_plan
+from k3stack.estimate.work import RankModel, StepLoad
 from k3stack.memory import Memory
 from k3stack.scheduler import LearnedCost, PrefillFirst, SchedulerOptions, Slo, SloOptions, Target
 from k3stack.scheduler.options import SglangEstimate
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     import torch
 
     from k3stack.executor.torch.executor import Network, TorchExecutor
+    from k3stack.models.emulate import Emulation
     from k3stack.models.network import Model
 
 log = logging.getLogger("k3stack.engine")
@@ -75,16 +79,17 @@ def boot(
     policy = policy_of(options)
     device = resolve_device(options.device)
     options, path = _resolved(options)
-    geometry = load_geometry(path)
+    whole = load_geometry(path)
+    emulation, geometry, cut = _emulated(options, whole)
     precision = _as_kernels_hold(precision_of(options, device.type), geometry, device)
-    context = context_of(options, geometry)
+    context = context_of(options, whole)
     layout = layout_of(geometry, precision)
     free_at_start = free_bytes(device)
     on_cpu = device.type == "cpu"
-    guess = predicted_weight_bytes(geometry, precision)
+    guess = predicted_weight_bytes(geometry, precision, cut)
     budget, how = arena_budget(options, on_cpu=on_cpu, free_at_start=free_at_start, weight_bytes=guess)
     predicted = pools_of(options, layout, budget, context)
-    model = _load(options, path, precision, device, progress)
+    model = _load(options, path, precision, device, progress, emulation)
     budget, how = arena_budget(options, on_cpu=on_cpu, free_at_start=free_at_start, weight_bytes=model.weight_bytes)
     plan = pools_of(options, layout, budget, context)
     memory = Memory(
@@ -95,14 +100,14 @@ def boot(
     )
     network = _graphed(options, model, plan, context)
     asked = None if free is None else lambda: free(memory)
-    executor = _executor(options, model, network, plan, precision, poison, asked)
+    executor = _executor(options, model, network, plan, precision, whole.vocab, poison, asked)
     executor.capture_graphs(progress)
     setup = EngineSetup(
-        vocab=geometry.vocab,
-        eos_ids=geometry.eos_ids,
-        tokenizer=tokenizer_of(options, path, geometry),
+        vocab=whole.vocab,
+        eos_ids=whole.eos_ids,
+        tokenizer=tokenizer_of(options, path, whole),
         random_seed=options.random_seed,
-        info=_info(options, geometry, context, precision, device, (guess, predicted), (model.weight_bytes, plan)),
+        info=_info(options, whole, context, precision, device, (guess, predicted), (model.weight_bytes, plan)),
     )
     log.info("arena: %.2f GiB (%s)", budget / GIB, how)
     _report(setup.info["pools"], plan)
@@ -133,6 +138,24 @@ def _resolved(options: EngineOptions) -> tuple[EngineOptions, Path]:
     if found.load_format is not None:
         options = dataclasses.replace(options, load_format=found.load_format)
     return options, Path(found.path)
+
+
+def _emulated(options: EngineOptions, whole: ModelGeometry) -> tuple[Emulation | None, ModelGeometry, Cut | None]:
+    """What of the model lies here where one rank of a layout runs alone."""
+    if options.emulate_rank is None:
+        return None, whole, None
+    from k3stack.models.emulate import Emulation
+    from k3stack.models.share import rank_share
+
+    layout = ParallelLayout(tp=options.tp_size, ep=options.ep_size)
+    geometry, share = rank_share(whole, layout, options.emulate_rank)
+    log.warning(
+        "rank %d of %s runs alone with random weights: answers mean nothing, exchanges are left out and counted",
+        options.emulate_rank,
+        layout.label,
+    )
+    emulation = Emulation(layout, options.emulate_rank, options.emulate_routing, options.max_running_requests)
+    return emulation, geometry, Cut(len(share.experts(whole.moe.experts)), share.tp)
 
 
 def _save(path: str, saved: SavedPlan) -> None:
@@ -218,14 +241,22 @@ def tokenizer_of(options: EngineOptions, path: Path, geometry: ModelGeometry) ->
     return load_tokenizer(path, geometry)
 
 
-def _load(options: EngineOptions, path: Path, precision: Precision, device: torch.device, progress: bool) -> Model:
+def _load(
+    options: EngineOptions,
+    path: Path,
+    precision: Precision,
+    device: torch.device,
+    progress: bool,
+    emulation: Emulation | None,
+) -> Model:
     from k3stack.models.load import load_model
 
     return load_model(
         path,
         dtype=precision.compute,
         device=device,
-        load_format=options.load_format,
+        load_format=options.load_format if emulation is None else "dummy",
+        emulation=emulation,
         latent_norm_eps=options.latent_norm_eps,
         progress=progress,
     )
@@ -249,6 +280,7 @@ def _executor(
     network: Network,
     plan: PoolPlan,
     precision: Precision,
+    vocab: int,
     poison: bool,
     free: Callable[[], tuple[Iterable[int], Iterable[int]]] | None,
 ) -> TorchExecutor:
@@ -264,7 +296,7 @@ def _executor(
         network,
         plan,
         views_of,
-        vocab=model.geometry.vocab,
+        vocab=vocab,
         device=model.device,
         max_in_flight=1 if options.disable_overlap_schedule else 2,
         poison=poison,
@@ -313,7 +345,15 @@ def _info(
         "max_running": actual[1].max_running,
         "max_queued": options.max_queued_requests,
         "pools": {"predicted": _pools(*predicted), "actual": _pools(*actual)},
+        "emulated": None if options.emulate_rank is None else _exchanges(options, geometry),
     }
+
+
+def _exchanges(options: EngineOptions, geometry: ModelGeometry) -> dict[str, Any]:
+    """What an emulated rank would exchange: sums a step, and their bytes a token."""
+    layout = ParallelLayout(tp=options.tp_size, ep=options.ep_size)
+    work = RankModel(geometry, layout).work(StepLoad(decode_rows=1, decode_context=1, samples=1))
+    return {"rank": options.emulate_rank, "layout": layout.label, "sums": work.sums, "bytes_a_token": work.sum_bytes}
 
 
 def _pools(weight_bytes: int, plan: PoolPlan) -> dict[str, int]:

@@ -65,25 +65,36 @@ def layout_of(geometry: ModelGeometry, precision: Precision) -> BlockLayout:
     )
 
 
-def predicted_weight_bytes(geometry: ModelGeometry, precision: Precision) -> int:
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a rank that runs alone has less of than its geometry says: experts here, cuts of the shared MLP."""
+
+    experts: int
+    shared: int = 1
+
+
+def predicted_weight_bytes(geometry: ModelGeometry, precision: Precision, cut: Cut | None = None) -> int:
     """Bytes of the weights in memory: every value in the compute dtype; those stored in F32, the router's and the
     residual scorers' at least in float32.
 
     Routed experts in MXFP4 are decoded when they are read, unless they stay as stored.
     """
-    return sum(weight_bytes_by_kind(geometry, precision).values())
+    return sum(weight_bytes_by_kind(geometry, precision, cut).values())
 
 
-def weight_bytes_by_kind(geometry: ModelGeometry, precision: Precision) -> dict[str, int]:
+def weight_bytes_by_kind(geometry: ModelGeometry, precision: Precision, cut: Cut | None = None) -> dict[str, int]:
     """``predicted_weight_bytes`` by kind of tensor."""
+    cut = cut or Cut(geometry.moe.experts)
     found: dict[str, int] = {}
     for spec in expected_tensors(geometry, vision=False, routed=False):
         size = _in_memory(spec, precision)
         if spec.kind == "kda.A_log":
             # Padded on disk: what is kept is one value a head.
             size = size // spec.numel * geometry.kda.heads
+        elif spec.kind.startswith("moe.shared."):
+            size //= cut.shared
         found[spec.kind] = found.get(spec.kind, 0) + size
-    experts = geometry.moe.experts * len(geometry.moe_layers)
+    experts = cut.experts * len(geometry.moe_layers)
     for spec in expert_tensors(geometry, geometry.dense_layers, 0):
         found[spec.kind] = found.get(spec.kind, 0) + experts * _in_memory(spec, precision)
     return found

@@ -192,11 +192,18 @@ class EngineCore:
 
     def stats(self) -> dict[str, Any]:
         """Gauges and counters, json-able: of ``memory``, ``scheduler`` and ``steps``."""
-        return {
+        found = {
             "memory": dataclasses.asdict(self.memory.stats()),
             "scheduler": dataclasses.asdict(self.scheduler.stats()),
             "steps": self.executor.stats(),
         }
+        if (emulated := self.info.get("emulated")) is not None:
+            seen = found["scheduler"]
+            found["exchanges"] = {
+                "count": seen["steps"] * emulated["sums"],
+                "bytes": round((seen["prefill_tokens"] + seen["decode_tokens"]) * emulated["bytes_a_token"]),
+            }
+        return found
 
     def flush(self) -> bool:
         """Drop every cached prefix; False (and nothing done) while requests run or wait."""

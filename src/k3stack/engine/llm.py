@@ -153,9 +153,9 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """The arena's occupancy by kind (``blocks_free``, ``blocks_running``, ``blocks_snapshot``, ``pages_running``,
         ``pages_cached``, ...) and counters of reuse; the scheduler's under ``scheduler``,
-        durations of steps under ``steps``."""
+        durations of steps under ``steps``; of an emulated rank what it would have exchanged under ``exchanges``."""
         stats = self._core.stats()
-        return {**stats["memory"], "scheduler": stats["scheduler"], "steps": stats["steps"]}
+        return {**stats.pop("memory"), **stats}
 
     def flush(self) -> bool:
         """Drop every cached prefix."""

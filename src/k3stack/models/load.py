@@ -15,6 +15,7 @@ from k3stack.errors import UserError
 from k3stack.kernels.memory import keep_freed_memory
 from k3stack.models import dummy
 from k3stack.models.checkpoint import find_tensors
+from k3stack.models.emulate import EmulatedRank, Emulation
 from k3stack.models.landing import Landed, land
 from k3stack.models.network import Model
 from k3stack.models.pages import move_to_large_pages, small_pages
@@ -37,13 +38,15 @@ def load_model(
     progress: bool = True,
     threads: int = 4,
     seed: int = 0,
+    emulation: Emulation | None = None,
 ) -> Model:
     """Build the network and fill its weights.
 
     ``source``: a checkpoint folder, or for ``load_format="dummy"`` a folder or file with a config.json, or a geometry.
     ``dtype``: 'float64', 'float32' or 'bfloat16', in which everything computes. ``latent_norm_eps``: epsilon of the
     two latent norms of MLA (1e-6 as the reference implementations; 1e-5 as SGLang). ``progress``: show a bar of
-    bytes and rate on standard error. ``seed``: of dummy weights.
+    bytes and rate on standard error. ``seed``: of dummy weights. ``emulation``: one rank of a layout alone, with dummy
+    weights.
     Raises CheckpointError (file, tensor, expected, found) and UserError.
     """
     compute = parse_dtype(dtype)
@@ -57,9 +60,11 @@ def load_model(
         geometry = load_geometry(source)
     if torch.device(device).type == "cpu":
         keep_freed_memory()
+    if emulation is not None and load_format != "dummy":
+        raise UserError("one rank alone has dummy weights: load_format 'dummy'", param="--load-format")
     make = partial(Model, geometry, dtype=compute, device=torch.device(device), latent_norm_eps=latent_norm_eps)
     if load_format == "dummy":
-        model = make()
+        model = make() if emulation is None else EmulatedRank(geometry, emulation, **make.keywords)
         dummy.fill(model, seed)
     else:
         model = _load(Path(source), geometry, make, threads, progress)  # type: ignore[arg-type]

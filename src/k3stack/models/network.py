@@ -152,12 +152,20 @@ class Model(Part):
             hidden = self._hidden(batch, views, capture)
         # Outside, so that callers get an ordinary tensor, which they may change in place.
         with torch.no_grad():
-            return self.kernels.linear(hidden, self.lm_head).to(wide_dtype(self.dtype))
+            return self.head(hidden)
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """ids [T] -> [T, hidden]."""
+        return F.embedding(ids, self.embed)
+
+    def head(self, normed: Tensor) -> Tensor:
+        """[N, hidden] after the final norm -> logits [N, vocab]."""
+        return self.kernels.linear(normed, self.lm_head).to(wide_dtype(self.dtype))
 
     def _hidden(self, batch: ForwardBatch, views: ArenaViews, capture: Capture | None) -> Tensor:
         """[N, hidden] after the final norm."""
         step, kernels, eps = batch.step, self.kernels, self.geometry.rms_eps
-        stream = self.stream(F.embedding(batch.ids, self.embed))
+        stream = self.stream(self.embedded(batch.ids))
         for i, layer in enumerate(self.layers):
             tail = step.tail if i == len(self.layers) - 1 and capture is None else None
             x = stream.attention_input(i, layer.input_norm)

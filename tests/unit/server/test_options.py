@@ -80,7 +80,7 @@ def test_flags_become_options() -> None:
 
 def test_an_operators_command_says_what_its_flags_stand_for() -> None:
     got = parse(
-        "--model-path /m --trust-remote-code --reasoning-parser kimi_k3 --tool-call-parser kimi_k3 --tp-size 1 "
+        "--model-path /m --trust-remote-code --reasoning-parser kimi_k3 --tool-call-parser kimi_k3 --dp-size 1 "
         "--max-model-len 4096"
     )
     assert got.engine.context_length == 4096
@@ -88,7 +88,7 @@ def test_an_operators_command_says_what_its_flags_stand_for() -> None:
         "--trust-remote-code",
         "--reasoning-parser kimi_k3",
         "--tool-call-parser kimi_k3",
-        "--tp-size 1",
+        "--dp-size 1",
         "--max-model-len stands for --context-length",
     ]
 
@@ -97,7 +97,9 @@ def test_an_operators_command_says_what_its_flags_stand_for() -> None:
     ("line", "says"),
     [
         ("", "--model-path is missing"),
-        ("--model-path m --tp 8", "--tp 8 is not taken: this version serves on one GPU"),
+        ("--model-path m --tp 8", "--tp-size 8 is not taken: this version serves on one GPU"),
+        ("--model-path m --ep-size 2", "--ep-size 2 is not taken: this version serves on one GPU"),
+        ("--model-path m --emulate-routing slowest", "--emulate-routing is for --emulate-rank"),
         ("--model-path m --reasoning-parser qwen3", "always parsed as Kimi-K3's"),
         ("--model-path m --speculative-algorithm EAGLE", "--speculative-algorithm is not taken: drafting"),
         ("--model-path m --chunked-prefil-size 5", "did you mean --chunked-prefill-size?"),
