@@ -12,19 +12,21 @@ from k3stack.kernels.launch import await_inputs
 
 HEADS = 16
 """Heads of one program: the least that a matrix instruction takes."""
-TILES = {1: (32, 4, 3), 2: (64, 4, 2), 4: (16, 4, 2)}
+TILES = {1: (64, 4, 3), 2: (64, 4, 2), 4: (16, 4, 2)}
 """Cache rows of one pass, warps and stages by the bytes of a cached value."""
+NARROW = 32
+"""Least columns that are taken in pairs: half of them must fill a matrix instruction."""
 PROGRAMS = 264
 """Programs that fill the device (two a multiprocessor of an H200): long caches are split into as many."""
 MOST_SPLITS = 64
 
 
-# Not pure: as a plain conversion it would be moved behind the way through shared memory, where values of one byte
-# cannot be transposed; this way both products read the converted tile from there.
-_HALF = tl.constexpr("""
+# Pure, so that it may be done behind the way from shared memory to the registers of a matrix instruction.
+_SPLIT = tl.constexpr("""
 {
-.reg .b16 a, b;
-mov.b32 {a, b}, $2;
+.reg .b32 t; .reg .b16 a, b;
+prmt.b32 t, $2, 0, 0x3120;
+mov.b32 {a, b}, t;
 cvt.rn.f16x2.e4m3x2 $0, a;
 cvt.rn.f16x2.e4m3x2 $1, b;
 }
@@ -32,13 +34,35 @@ cvt.rn.f16x2.e4m3x2 $1, b;
 
 
 @triton.jit
-def _cached(at, live, HALF: tl.constexpr, DTYPE: tl.constexpr):
-    """A tile of cached values for the products."""
-    value = tl.load(at, mask=live, other=0.0)
-    if HALF:
-        return tl.inline_asm_elementwise(_HALF, "=r,=r,r", [value], dtype=tl.float16, is_pure=False, pack=4)
+def _split(pairs, ASM: tl.constexpr):
+    """Two neighbouring fp8 values each (int16) as two tensors in fp16, in which they are exact."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            _SPLIT, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
     else:
-        return value.to(DTYPE)
+        even = ((pairs & 127) << 7) | ((pairs & 128) << 8)
+        odd = ((pairs >> 1) & 16256) | (pairs & -32768)
+        # The exponent's bias is 7 in one format and 15 in the other.
+        return even.to(tl.float16, bitcast=True) * 256.0, odd.to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
+def _share(lengths, row, splits, split, BLOCK_N: tl.constexpr):
+    """The cache rows of this program: first, and end."""
+    length = tl.load(lengths + row)
+    part = tl.cdiv(tl.cdiv(length, BLOCK_N), splits) * BLOCK_N
+    begin = split * part
+    return begin, tl.minimum(begin + part, length)
+
+
+@triton.jit
+def _weigh(s, best, total):
+    """Scores [heads, tokens] in the running softmax: weights, the factor of what came before, best score and sum."""
+    top = tl.maximum(best, tl.max(s, 1))
+    old = tl.exp(best - top)
+    p = tl.exp(s - top[:, None])
+    return p, old, top, total * old + tl.sum(p, 1)
 
 
 @triton.jit
@@ -46,50 +70,109 @@ def _attend_kernel(
     q_latent, q_shared, rows, table, lengths, partial, logsum,
     latent_head, latent_row, shared_row, shared_head, page_stride, table_row, heads, splits, scale,
     LATENT: tl.constexpr, SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    HALF: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     await_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
-    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     c = tl.arange(0, LATENT)
     r = tl.arange(0, SHARED)
     here = h < heads
-    length = tl.load(lengths + row)
-    part = tl.cdiv(tl.cdiv(length, BLOCK_N), splits) * BLOCK_N
-    begin = split * part
-    end = tl.minimum(begin + part, length)
+    begin, end = _share(lengths, row, splits, split, BLOCK_N)
     at = (row * heads + h) * splits + split
     if begin >= end:
         tl.store(logsum + at, tl.full([BLOCK_H], -float("inf"), tl.float32), mask=here)
         return
     ql = tl.load(q_latent + h[:, None] * latent_head + row * latent_row + c[None, :], mask=here[:, None], other=0.0)
     qs = tl.load(q_shared + row * shared_row + h[:, None] * shared_head + r[None, :], mask=here[:, None], other=0.0)
-    if HALF:
-        # Every fp8 value is exact in fp16, and one instruction makes two; queries times the scale are in its range.
-        ql = (ql.to(tl.float32) * scale).to(tl.float16)
-        qs = (qs.to(tl.float32) * scale).to(tl.float16)
     best = tl.full([BLOCK_H], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, LATENT], tl.float32)
+    pages = table + row * table_row
+    # Loaded a step ahead: rows whose address is being loaded could not be asked for several steps ahead.
+    next_page = tl.load(pages + begin // PAGE)
     for n0 in range(begin, end, BLOCK_N):
+        page = next_page
+        next_page = tl.load(pages + tl.minimum(n0 + BLOCK_N, end - 1) // PAGE)
         n = n0 + tl.arange(0, BLOCK_N)
         live = n < end
-        page = tl.load(table + row * table_row + n0 // PAGE)
         base = rows + page * page_stride + (n % PAGE)[:, None] * (LATENT + SHARED)
-        latent = _cached(base + c[None, :], live[:, None], HALF, ql.dtype)
-        shared = _cached(base + LATENT + r[None, :], live[:, None], HALF, ql.dtype)
+        latent = tl.load(base + c[None, :], mask=live[:, None], other=0.0).to(ql.dtype)
+        shared = tl.load(base + LATENT + r[None, :], mask=live[:, None], other=0.0).to(ql.dtype)
         s = tl.dot(ql, tl.trans(latent), input_precision="ieee")
         s = tl.dot(qs, tl.trans(shared), s, input_precision="ieee")
-        s = tl.where(live[None, :], s if HALF else s * scale, -float("inf"))
-        top = tl.maximum(best, tl.max(s, 1))
-        old = tl.exp(best - top)
-        p = tl.exp(s - top[:, None])
-        total = total * old + tl.sum(p, 1)
+        s = tl.where(live[None, :], s * scale, -float("inf"))
+        p, old, best, total = _weigh(s, best, total)
         acc = tl.dot(p.to(ql.dtype), latent, acc * old[:, None], input_precision="ieee")
-        best = top
     tl.store(partial + at[:, None] * LATENT + c[None, :], acc / total[:, None], mask=here[:, None])
     tl.store(logsum + at, best + tl.log(total), mask=here)
+
+
+@triton.jit
+def _half_query(q, mask, scale):
+    """Even and odd columns of queries times the scale, in fp16 (they are in its range)."""
+    even = tl.load(q, mask=mask, other=0.0).to(tl.float32) * scale
+    odd = tl.load(q + 1, mask=mask, other=0.0).to(tl.float32) * scale
+    return even.to(tl.float16), odd.to(tl.float16)
+
+
+@triton.jit
+def _attend_fp8_kernel(
+    q_latent, q_shared, rows, table, lengths, partial, logsum,
+    latent_head, latent_row, shared_row, shared_head, page_stride, table_row, heads, splits, scale,
+    LATENT: tl.constexpr, SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As ``_attend_kernel``, over fp8 rows as pairs of values (int16): so they go from shared memory to registers by the
+    instructions for 16 bits, also transposed, and become fp16 there, once for each of the two products. Even and odd
+    columns are apart in both."""
+    await_inputs(PDL)
+    HALF: tl.constexpr = LATENT // 2
+    HALF_SHARED: tl.constexpr = SHARED // 2
+    row = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    c = tl.arange(0, HALF)
+    r = tl.arange(0, HALF_SHARED)
+    here = (h < heads)[:, None]
+    begin, end = _share(lengths, row, splits, split, BLOCK_N)
+    at = (row * heads + h) * splits + split
+    if begin >= end:
+        tl.store(logsum + at, tl.full([BLOCK_H], -float("inf"), tl.float32), mask=h < heads)
+        return
+    ql = q_latent + h[:, None] * latent_head + row * latent_row + 2 * c[None, :]
+    qs = q_shared + row * shared_row + h[:, None] * shared_head + 2 * r[None, :]
+    ql_even, ql_odd = _half_query(ql, here, scale)
+    qs_even, qs_odd = _half_query(qs, here, scale)
+    best = tl.full([BLOCK_H], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    even = tl.zeros([BLOCK_H, HALF], tl.float32)
+    odd = tl.zeros([BLOCK_H, HALF], tl.float32)
+    pages = table + row * table_row
+    next_page = tl.load(pages + begin // PAGE)
+    for n0 in range(begin, end, BLOCK_N):
+        page = next_page
+        next_page = tl.load(pages + tl.minimum(n0 + BLOCK_N, end - 1) // PAGE)
+        n = n0 + tl.arange(0, BLOCK_N)
+        live = n < end
+        base = rows + page * page_stride + (n % PAGE)[:, None] * (HALF + HALF_SHARED)
+        latent = tl.load(base + c[None, :], mask=live[:, None], other=0)
+        shared = tl.load(base + HALF + r[None, :], mask=live[:, None], other=0)
+        k_even, k_odd = _split(tl.trans(latent), ASM)
+        r_even, r_odd = _split(tl.trans(shared), ASM)
+        s = tl.dot(qs_even, r_even, tl.dot(ql_even, k_even))
+        # A chain of sums of its own: one over all columns would take longer.
+        s += tl.dot(qs_odd, r_odd, tl.dot(ql_odd, k_odd))
+        s = tl.where(live[None, :], s, -float("inf"))
+        p, old, best, total = _weigh(s, best, total)
+        v_even, v_odd = _split(latent, ASM)
+        even = tl.dot(p.to(tl.float16), v_even, even * old[:, None])
+        odd = tl.dot(p.to(tl.float16), v_odd, odd * old[:, None])
+    to = partial + at[:, None] * LATENT + 2 * c[None, :]
+    tl.store(to, even / total[:, None], mask=here)
+    tl.store(to + 1, odd / total[:, None], mask=here)
+    tl.store(logsum + at, best + tl.log(total), mask=h < heads)
 
 
 @triton.jit
@@ -171,20 +254,23 @@ def attend_latent(
     partial = torch.empty(count, heads, splits, latent, dtype=torch.float32, device=device)
     logsum = torch.empty(count, heads, splits, dtype=torch.float32, device=device)
     block, warps, stages = TILES[max(rows.dtype.itemsize, 4 if q_latent.dtype == torch.float32 else 1)]
+    paired = rows.dtype == torch.float8_e4m3fn and q_latent.dtype != torch.float32
+    paired = paired and min(latent, q_shared.shape[2]) >= NARROW
+    pairs = rows.view(torch.int16) if paired else rows
     start.launch(
-        _attend_kernel,
-        (count, triton.cdiv(heads, HEADS), splits),
-        *(q_latent, q_shared, rows, page_table, lengths, partial, logsum),
+        _attend_fp8_kernel if paired else _attend_kernel,
+        (triton.cdiv(heads, HEADS), count, splits),
+        *(q_latent, q_shared, pairs, page_table, lengths, partial, logsum),
         *(q_latent.stride(0), q_latent.stride(1), q_shared.stride(0), q_shared.stride(1)),
-        *(rows.stride(0), page_table.stride(0), heads, splits, scale),
+        *(pairs.stride(0), page_table.stride(0), heads, splits, scale),
         LATENT=latent,
         SHARED=q_shared.shape[2],
         PAGE=rows.shape[1],
         BLOCK_H=HEADS,
         BLOCK_N=min(block, rows.shape[1]),
-        HALF=rows.dtype == torch.float8_e4m3fn and q_latent.dtype == torch.bfloat16,
         num_warps=warps,
         num_stages=stages,
+        **({"ASM": not start.INTERPRETED} if paired else {}),
     )
     out = torch.empty(heads, count, latent, dtype=q_latent.dtype, device=device)
     start.launch(
