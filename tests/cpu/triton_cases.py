@@ -138,6 +138,7 @@ def products() -> None:
             linear.linear(m(tokens, width), m(rows, width), tile)
             linear.linear(m(tokens, width), m(rows, width), tile, F32)
             linear.linear(m(tokens, width), m(rows, width), tile, plus=m(tokens, rows))
+        linear.linear_both(m(tokens, 3584), m(7168, 3584), m(tokens, 384), m(7168, 384), linear.FLAT)
 
 
 def kda_step() -> None:
@@ -146,6 +147,10 @@ def kda_step() -> None:
     for state, bound in ((F32, -5.0), (BF16, None)):
         arena = m(9, 3, 3 * p), m(9, 6, 128, 128, dtype=state), ints(4)
         kda.decode_step(m(4, 3 * p), m(4, p), m(4, p), m(4, 6), *vectors, *arena, bound, 1e-5)
+        low = m(p, 128), None if bound else m(p, 128)
+        gate = m(4, p if bound else 128)
+        kda.decode_step(m(4, 3 * p), m(4, 128), gate, m(4, 6), *vectors, *arena, bound, 1e-5, *low)
+        kda.decode_step(m(64, 3 * p), m(64, p), m(64, p), m(64, 6), *vectors, *arena[:2], ints(64), bound, 1e-5)
 
 
 def kda_chunks() -> None:

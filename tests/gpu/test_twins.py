@@ -18,6 +18,7 @@ from k3stack.kernels.kda import reference as kda_reference
 from k3stack.kernels.kda import triton as kda
 from k3stack.kernels.kda import triton_chunk as kda_chunk
 from k3stack.kernels.kda.layout import chunk_tiles
+from k3stack.kernels.linear import cuda as linear_cuda
 from k3stack.kernels.linear import reference as linear_reference
 from k3stack.kernels.linear import triton as linear
 from k3stack.kernels.mla import reference as mla_reference
@@ -82,7 +83,8 @@ def test_residual_mix(dtype: torch.dtype, count: int, change: int, many: bool) -
         expected[:, count - 1] += y
     elif change == residual.REPLACE:
         expected[:, count - 1] = y
-    mixed, normed = residual.mix_norm(bank[:, :count], y, change, score, 1e-5, weight, 1e-5, mixed=True, many=many)
+    both = {"mixed": True, "many": many, "early": count == 3}
+    mixed, normed = residual.mix_norm(bank[:, :count], y, change, score, 1e-5, weight, 1e-5, **both)
     assert torch.equal(bank, expected)
     theirs = residual_reference.mix(expected[:, :count], score, 1e-5)
     assert mixed is not None
@@ -100,6 +102,18 @@ def test_products_of_few_tokens(dtype: torch.dtype, tokens: int, rows: int, widt
     added = linear.linear(x, w, linear.Tile(16, 32, 4, 3, False), plus=y)
     same(added, linear_reference.linear(x, w) + y, dtype)
     same(linear.linear(x, w, linear.Tile(32, 16, 2, 2), torch.float32), x.float() @ w.float().T, torch.float32)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_sums_of_two_products(dtype: torch.dtype, tokens: int) -> None:
+    x, w = draw(tokens, 72, dtype=dtype)[:, :64], draw(70, 64, dtype=dtype, seed=1)
+    x2, w2 = draw(tokens, 32, dtype=dtype, seed=2), draw(70, 32, dtype=dtype, seed=3)
+    tile = linear.Tile(32, 16, 2, 2, parts=False)
+    assert linear.fits_both(x, x2, tile)
+    y = linear.linear_both(x, w, x2, w2, tile)
+    same(y, (x.float() @ w.float().T + x2.float() @ w2.float().T).to(dtype), dtype)
+    assert not linear.fits_both(x, x2[:, :24], tile)
+    assert not linear.fits_both(x, x2, linear.Tile(32, 16, 2, 2))
 
 
 def kda_inputs(rows: int, heads: int, k: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -152,6 +166,28 @@ def test_kda_decode(
     for block in (1, 3, 4):
         assert torch.equal(windows[block], before[0][block])
         assert torch.equal(states[block], before[1][block])
+
+
+@pytest.mark.parametrize("fused", [0, 16])
+@pytest.mark.parametrize("low_gate", [False, True])
+def test_kda_decode_from_low_ranks(
+    dtype: torch.dtype, low_gate: bool, fused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kda, "FUSED", fused)
+    heads, k = 3, 32
+    x, blocks = kda_inputs(4, heads, k, dtype), torch.tensor([5, 2, -1, 0], device=DEVICE)
+    low = {name: draw(4, k + 8, dtype=dtype, seed=10 + i)[:, :k] for i, name in enumerate(("f", "gate"))}
+    w_f, w_g = (draw(heads * k, k, dtype=dtype, seed=s, scale=0.2) for s in (12, 13))
+    given = x | ({"f": low["f"], "gate": low["gate"]} if low_gate else {"f": low["f"]})
+    x["f"] = linear_cuda.linear(low["f"], w_f)
+    if low_gate:
+        x["gate"] = linear_cuda.linear(low["gate"], w_g)
+    arenas = [(draw(6, 3, 3 * heads * k, dtype=dtype, seed=8), draw(6, heads, k, k, seed=9)) for _ in range(2)]
+    mine = kda.decode_step(*given.values(), *arenas[0], blocks, -5.0, 1e-5, w_f, w_g if low_gate else None)
+    theirs = kda.decode_step(*x.values(), *arenas[1], blocks, -5.0, 1e-5)
+    same(mine, theirs, dtype)
+    same(arenas[0][1], arenas[1][1], dtype if dtype == torch.bfloat16 else torch.float32)
+    assert torch.equal(arenas[0][0], arenas[1][0])
 
 
 @pytest.mark.parametrize(("bound", "heads", "k"), [(-5.0, 3, 32), (None, 2, 128)])

@@ -72,6 +72,8 @@ class Kernels:
     """What follows the joined products of few tokens (``moe.triton.choose``)."""
     linear_plus: Callable[[Tensor, Weight, Tensor], Tensor] | None = None
     """``linear`` plus a tensor, which may be overwritten."""
+    linear_both: Callable[[Tensor, Weight, Tensor, Weight], Tensor] | None = None
+    """The sum of two ``linear`` of as many outputs, in one."""
     mix_norm: Callable[..., tuple[Tensor | None, Tensor | None]] | None = None
     """Addition, residual mix and norm in one (``residual.triton.mix_norm``)."""
 
@@ -186,6 +188,7 @@ def _triton(dtype: torch.dtype) -> Kernels:
         kda_chunks=fast_kda_chunk.chunks,
         choose=fast_moe.choose,
         linear_plus=fast_linear.linear_plus,
+        linear_both=fast_linear.linear_both,
         mix_norm=fast_residual.mix_norm,
     )
 

@@ -9,24 +9,32 @@ from torch import Tensor
 
 from k3stack.kernels import launch as start
 from k3stack.kernels.launch import await_inputs
+from k3stack.kernels.linear.cuda import linear
 
 L2_EPS = 1e-6
 CHANNELS = 128
-WARPS = 4
-"""Of a decode program with heads 128 wide: one head's state, or half of it, is held in registers."""
+WARPS, WARPS_ALONE = 4, 8
+"""Of a decode program with heads 128 wide: half of one head's state, or all of it, is held in registers."""
+FUSED = 16
+"""Rows up to which the second halves of low-rank projections are part of the step."""
 ALONE = 264
 """Heads of all rows that have room on an H200 at once with their whole states."""
 
 
 @triton.jit
-def _convolve(raw, windows, conv, channel, channels, TAPS: tl.constexpr, ROWS: tl.constexpr):
-    """One token's convolution and SiLU of some channels, and the window's rows with the token as the last."""
+def _window(windows, conv, channel, channels, TAPS: tl.constexpr, ROWS: tl.constexpr):
+    """Rows of the window, and the convolution's taps, of some channels."""
     j = tl.arange(0, ROWS)[:, None]
     at = j * channels + channel[None, :]
-    past = tl.load(windows + at, mask=j < TAPS - 1, other=0.0)
+    return tl.load(windows + at, mask=j < TAPS - 1, other=0.0), tl.load(conv + at, mask=j < TAPS, other=0.0)
+
+
+@triton.jit
+def _convolve(raw, past, taps, channel, TAPS: tl.constexpr, ROWS: tl.constexpr):
+    """One token's convolution and SiLU of some channels, and the window's rows with the token as the last."""
+    j = tl.arange(0, ROWS)[:, None]
     now = tl.load(raw + channel)
     x = tl.where(j == TAPS - 1, now[None, :], past)
-    taps = tl.load(conv + at, mask=j < TAPS, other=0.0)
     y = tl.sum(x.to(tl.float32) * taps, 0)
     return y / (1 + tl.exp(-y)), x
 
@@ -39,33 +47,63 @@ def _move_on(windows, x, channel, channels, TAPS: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
+def _second(low, w, K: tl.constexpr):
+    """The product of a low-rank projection's second half ``w`` [K, K] with the first half's output, rounded."""
+    x = tl.load(low + tl.arange(0, K))
+    return tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], 1).to(x.dtype).to(tl.float32)
+
+
+@triton.jit
 def _decode_kernel(
-    raw, f, gate, b, conv, exp_a, dt_bias, norm, windows, states, blocks, out,
+    raw, f, gate, b, conv, exp_a, dt_bias, norm, windows, states, blocks, out, w_f, w_g,
     raw_row, f_row, gate_row, b_row, window_block, state_block, width, scale, lower_bound, l2_eps, eps,
     K: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BOUNDED: tl.constexpr, PARTS: tl.constexpr,
-    PDL: tl.constexpr,
+    LOW_F: tl.constexpr, LOW_G: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one token. The state's columns are independent: they are taken in PARTS, one after the other, so that
-    more programs have room side by side."""
-    await_inputs(PDL)
+    more programs have room side by side. LOW_F, LOW_G: of decay and gate only the first half's output is given. What
+    an earlier step wrote, and weights, are read before the inputs are there."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     block = tl.load(blocks + row)
+    own = tl.maximum(block, 0)
     i = tl.arange(0, K)
     at = head * K + i
+    V: tl.constexpr = K // PARTS
+    place = states + own * state_block + head * K * K + i[:, None] * K + tl.arange(0, V)[None, :]
+    windows += own * window_block
+    # In pieces as the state's, so that all are laid out alike.
+    square = tl.max_contiguous(at.to(tl.int64)[:, None] * K + i[None, :], (1, 4))
+    if LOW_F:
+        by_f = tl.load(w_f + square)
+    if LOW_G:
+        by_g = tl.load(w_g + square)
+    q_past, q_taps = _window(windows, conv, at, 3 * width, TAPS, ROWS)
+    k_past, k_taps = _window(windows, conv, width + at, 3 * width, TAPS, ROWS)
+    v_past, v_taps = _window(windows, conv, 2 * width + at, 3 * width, TAPS, ROWS)
+    bias = tl.load(dt_bias + at)
+    a = tl.load(exp_a + head)
+    weight = tl.load(norm + i)
+    if PARTS == 1:
+        # The last of these reads: Triton then lays out what it meets by it.
+        first = tl.load(place)
+    await_inputs(PDL)
     if block < 0:
         tl.store(out + row * width + at, tl.zeros([K], out.dtype.element_ty))
         return
-    V: tl.constexpr = K // PARTS
-    place = states + block * state_block + head * K * K + i[:, None] * K + tl.arange(0, V)[None, :]
     raw += row * raw_row
-    windows += block * window_block
-    q, q_rows = _convolve(raw, windows, conv, at, 3 * width, TAPS, ROWS)
-    k, k_rows = _convolve(raw, windows, conv, width + at, 3 * width, TAPS, ROWS)
-    v, v_rows = _convolve(raw, windows, conv, 2 * width + at, 3 * width, TAPS, ROWS)
-    z = tl.load(f + row * f_row + at).to(tl.float32) + tl.load(dt_bias + at)
-    a = tl.load(exp_a + head)
+    q, q_rows = _convolve(raw, q_past, q_taps, at, TAPS, ROWS)
+    k, k_rows = _convolve(raw, k_past, k_taps, width + at, TAPS, ROWS)
+    v, v_rows = _convolve(raw, v_past, v_taps, 2 * width + at, TAPS, ROWS)
     beta = 1 / (1 + tl.exp(-tl.load(b + row * b_row + head).to(tl.float32)))
+    if LOW_F:
+        z = _second(f + row * f_row, by_f, K) + bias
+    else:
+        z = tl.load(f + row * f_row + at).to(tl.float32) + bias
+    if LOW_G:
+        z_gate = _second(gate + row * gate_row, by_g, K)
+    else:
+        z_gate = tl.load(gate + row * gate_row + at).to(tl.float32)
     # Other threads may still have to read what is overwritten now.
     tl.debug_barrier()
     _move_on(windows, q_rows, at, 3 * width, TAPS, ROWS)
@@ -78,18 +116,24 @@ def _decode_kernel(
     else:
         g = -a * (tl.maximum(z, 0.0) + tl.log(1 + tl.exp(-tl.abs(z))))
     decay = tl.exp(g)
-    values = tl.reshape(v, [PARTS, V])
-    part = tl.arange(0, PARTS)[:, None]
-    outputs = tl.zeros([PARTS, V], tl.float32)
-    for p in range(PARTS):
-        s = tl.load(place + p * V).to(tl.float32) * decay[:, None]
-        d = beta * (tl.sum(tl.where(part == p, values, 0.0), 0) - tl.sum(s * k[:, None], 0))
-        s += k[:, None] * d[None, :]
-        tl.store(place + p * V, s.to(states.dtype.element_ty))
-        outputs = tl.where(part == p, tl.sum(s * q[:, None], 0)[None, :], outputs)
-    o = tl.reshape(outputs, [K])
-    o = o * tl.rsqrt(tl.sum(o * o, 0) / K + eps) * tl.load(norm + i)
-    o = o / (1 + tl.exp(-tl.load(gate + row * gate_row + at).to(tl.float32)))
+    if PARTS == 1:
+        s = first.to(tl.float32) * decay[:, None]
+        s += k[:, None] * (beta * (v - tl.sum(s * k[:, None], 0)))[None, :]
+        tl.store(place, s.to(states.dtype.element_ty))
+        o = tl.sum(s * q[:, None], 0)
+    else:
+        values = tl.reshape(v, [PARTS, V])
+        part = tl.arange(0, PARTS)[:, None]
+        outputs = tl.zeros([PARTS, V], tl.float32)
+        for p in range(PARTS):
+            s = tl.load(place + p * V).to(tl.float32) * decay[:, None]
+            d = beta * (tl.sum(tl.where(part == p, values, 0.0), 0) - tl.sum(s * k[:, None], 0))
+            s += k[:, None] * d[None, :]
+            tl.store(place + p * V, s.to(states.dtype.element_ty))
+            outputs = tl.where(part == p, tl.sum(s * q[:, None], 0)[None, :], outputs)
+        o = tl.reshape(outputs, [K])
+    o = o * tl.rsqrt(tl.sum(o * o, 0) / K + eps) * weight
+    o = o / (1 + tl.exp(-z_gate))
     tl.store(out + row * width + at, o.to(out.dtype.element_ty))
 
 
@@ -125,29 +169,40 @@ def decode_step(
     blocks: Tensor,
     lower_bound: float | None,
     eps: float,
+    w_f: Tensor | None = None,
+    w_g: Tensor | None = None,
 ) -> Tensor:
     """One token each of R sequences, from the projections to the gated norm's output; state and window in place.
 
     raw [R, 3 P], f [R, P] (before dt_bias), gate [R, P], b [R, H] (rows may lie apart), conv [taps, 3 P], exp_a [H],
     dt_bias [P], norm [K] fp32, windows [blocks, taps - 1, 3 P], states [blocks, H, K, K], blocks int64 [R] -> [R, P] in
-    raw's dtype. A row of block -1 changes nothing and gives zeros.
+    raw's dtype. A row of block -1 changes nothing and gives zeros. With ``w_f`` [P, K], f is [R, K] and still to be
+    multiplied by it; likewise gate with ``w_g``. Blocks, windows and states must not be the work
+    of the kernel just before (``launch.await_inputs``).
     """
     rows, heads = b.shape
     k = states.shape[2]
+    if rows > FUSED:
+        f, w_f = (f, None) if w_f is None else (linear(f, w_f), None)
+        gate, w_g = (gate, None) if w_g is None else (linear(gate, w_g), None)
     out = torch.empty(rows, heads * k, dtype=raw.dtype, device=raw.device)
     taps = conv.shape[0]
+    parts = 1 if rows * heads <= ALONE or k < 64 else 2
     start.launch(
         _decode_kernel,
         (rows, heads),
         *(raw, f, gate, b, conv, exp_a, dt_bias, norm, windows, states, blocks, out),
+        *(raw if w_f is None else w_f, raw if w_g is None else w_g),
         *(raw.stride(0), f.stride(0), gate.stride(0), b.stride(0), windows.stride(0), states.stride(0)),
         *(heads * k, k**-0.5, 0.0 if lower_bound is None else lower_bound, L2_EPS, eps),
         K=k,
         TAPS=taps,
         ROWS=triton.next_power_of_2(taps),
         BOUNDED=lower_bound is not None,
-        PARTS=1 if rows * heads <= ALONE or k < 64 else 2,
-        num_warps=WARPS,
+        PARTS=parts,
+        LOW_F=w_f is not None,
+        LOW_G=w_g is not None,
+        num_warps=WARPS if parts > 1 else WARPS_ALONE,
     )
     return out
 

@@ -26,6 +26,14 @@ def linear_plus(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
     return torch.addmm(y, x, weight.T) if tile is None else skinny.linear(x, weight, tile, plus=y)
 
 
+def linear_both(x: Tensor, weight: Tensor, x2: Tensor, weight2: Tensor) -> Tensor:
+    """``linear`` of the first two plus ``linear`` of the others."""
+    tile = skinny.tile_of(x.shape[0], *weight.shape) if _streams(x) and _streams(x2) else None
+    if tile is None or not skinny.fits_both(x, x2, tile):
+        return linear_plus(x, weight, linear(x2, weight2))
+    return skinny.linear_both(x, weight, x2, weight2, tile)
+
+
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, hidden], weight [E, hidden] in x's dtype -> fp32 [T, E]; bfloat16 products are summed and kept in fp32."""
     if x.dtype == torch.bfloat16 and x.device.type == "cuda":

@@ -89,6 +89,28 @@ def _by_rows(
 
 
 @triton.jit
+def _two_by_rows(
+    x, w, x2, w2, n, t, here, x_row, w_row, x2_row, w2_row, tokens, width, width2,
+    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As ``_by_rows``, of two products, the second after the first in one loop; both widths are multiples of BK."""
+    k = tl.arange(0, BK)
+    n_here = (n < here)[:, None]
+    t_here = (t < tokens)[None, :]
+    acc = tl.zeros([BN, BT], tl.float32)
+    await_inputs(PDL)
+    for k0 in range(0, width + width2, BK):
+        second = k0 >= width
+        at = k0 - tl.where(second, width, 0)
+        from_w = tl.where(second, w2, w) + n[:, None] * tl.where(second, w2_row, w_row)
+        from_x = tl.where(second, x2, x) + t[None, :] * tl.where(second, x2_row, x_row)
+        a = tl.load(from_w + (at + k)[None, :], mask=n_here, other=0.0)
+        b = tl.load(from_x + (at + k)[:, None], mask=t_here, other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
 def _by_columns(
     x, w, n, t, here, x_row, w_row, tokens, width,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
@@ -141,6 +163,27 @@ def _skinny_kernel(
     tl.store(out + at, y.to(out.dtype.element_ty), mask=live)
 
 
+@triton.jit
+def _two_kernel(
+    x, w, x2, w2, out, x_row, w_row, x2_row, w2_row, tokens, rows, width, width2,
+    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Sums of two products of BN weight rows with all tokens."""
+    first = tl.program_id(0) * BN
+    here = tl.minimum(BN, rows - first)
+    w += first.to(tl.int64) * w_row
+    w2 += first.to(tl.int64) * w2_row
+    if AHEAD > 0:
+        _call_ahead(w, here, w_row * 2, AHEAD, PDL)
+    n = tl.arange(0, BN)
+    t = tl.arange(0, BT)
+    y = _two_by_rows(
+        x, w, x2, w2, n, t, here, x_row, w_row, x2_row, w2_row, tokens, width, width2, BT, BN, BK, PDL
+    )  # fmt: skip
+    live = (n < here)[:, None] & (t < tokens)[None, :]
+    tl.store(out + t[None, :] * rows + first + n[:, None], y.to(out.dtype.element_ty), mask=live)
+
+
 def linear(
     x: Tensor, weight: Tensor, tile: Tile, out_dtype: torch.dtype | None = None, plus: Tensor | None = None
 ) -> Tensor:
@@ -161,6 +204,30 @@ def linear(
         AHEAD=min(tile.ahead, width * weight.itemsize) // 16 * 16,
         EVEN=width % (k * parts) == 0,
         PLUS=plus is not None,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def fits_both(x: Tensor, x2: Tensor, tile: Tile) -> bool:
+    """Whether ``linear_both`` takes inputs that wide."""
+    return not tile.parts and x.shape[1] % tile.k == 0 and x2.shape[1] % tile.k == 0
+
+
+def linear_both(x: Tensor, weight: Tensor, x2: Tensor, weight2: Tensor, tile: Tile) -> Tensor:
+    """``linear`` of the first two plus that of the others, rounded once. Widths are multiples of the tile's columns."""
+    tokens, width = x.shape
+    out = torch.empty(tokens, weight.shape[0], dtype=x.dtype, device=x.device)
+    start.launch(
+        _two_kernel,
+        (triton.cdiv(weight.shape[0], tile.n),),
+        *(x, weight, x2, weight2, out, x.stride(0), weight.stride(0), x2.stride(0), weight2.stride(0)),
+        *(tokens, weight.shape[0], width, x2.shape[1]),
+        BT=max(16, triton.next_power_of_2(tokens)),
+        BN=tile.n,
+        BK=tile.k,
+        AHEAD=min(tile.ahead, width * weight.itemsize) // 16 * 16,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

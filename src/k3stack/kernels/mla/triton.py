@@ -19,6 +19,8 @@ NARROW = 32
 PROGRAMS = 264
 """Programs that fill the device (two a multiprocessor of an H200): long caches are split into as many."""
 MOST_SPLITS = 64
+COMBINED = 4096
+"""Values of all parts that one program adds up."""
 
 
 # Pure, so that it may be done behind the way from shared memory to the registers of a matrix instruction.
@@ -124,9 +126,9 @@ def _attend_fp8_kernel(
     LATENT: tl.constexpr, SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As ``_attend_kernel``, over fp8 rows as pairs of values (int16): so they go from shared memory to registers by the
-    instructions for 16 bits, also transposed, and become fp16 there, once for each of the two products. Even and odd
-    columns are apart in both."""
+    """As ``_attend_kernel``, over fp8 rows as pairs of values (int16): so they go from shared memory to registers by
+    the instructions for 16 bits, also transposed, and become fp16 there, once for each of the two products. Even and
+    odd columns are apart in both."""
     await_inputs(PDL)
     HALF: tl.constexpr = LATENT // 2
     HALF_SHARED: tl.constexpr = SHARED // 2
@@ -177,27 +179,24 @@ def _attend_fp8_kernel(
 
 @triton.jit
 def _combine_kernel(
-    partial, logsum, out, rows, heads, splits, LATENT: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr
-):
+    partial, logsum, out, rows, heads, splits,
+    LATENT: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = (row * heads + head) * splits
     i = tl.arange(0, SPLITS)
-    c = tl.arange(0, LATENT)
+    c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     sums = tl.load(logsum + at + i, mask=i < splits, other=-float("inf"))
-    best = tl.max(sums, 0)
-    acc = tl.zeros([LATENT], tl.float32)
-    total = 0.0
-    for j in range(splits):
-        one = tl.load(logsum + at + j)
-        if one > -float("inf"):
-            w = tl.exp(one - best)
-            total += w
-            acc += w * tl.load(partial + (at + j) * LATENT + c)
+    # What a part without rows would have written is not there.
+    there = sums > -float("inf")
+    parts = tl.load(partial + (at + i)[:, None] * LATENT + c[None, :], mask=there[:, None], other=0.0)
+    w = tl.where(there, tl.exp(sums - tl.max(sums, 0)), 0.0)
+    total = tl.sum(w, 0)
     # A row without cache (one that only fills up a batch) has no part at all.
-    acc = acc / tl.where(total > 0, total, 1.0)
-    tl.store(out + (head.to(tl.int64) * rows + row) * LATENT + c, acc.to(out.dtype.element_ty))
+    y = tl.sum(parts * w[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + (head.to(tl.int64) * rows + row) * LATENT + c, y.to(out.dtype.element_ty))
 
 
 @triton.jit
@@ -273,13 +272,16 @@ def attend_latent(
         **({"ASM": not start.INTERPRETED} if paired else {}),
     )
     out = torch.empty(heads, count, latent, dtype=q_latent.dtype, device=device)
+    most = triton.next_power_of_2(splits)
+    columns = min(latent, max(COMBINED // most, 16))
     start.launch(
         _combine_kernel,
-        (count, heads),
+        (count, heads, latent // columns),
         *(partial, logsum, out, count, heads, splits),
         LATENT=latent,
-        SPLITS=triton.next_power_of_2(splits),
-        num_warps=2,
+        SPLITS=most,
+        COLUMNS=columns,
+        num_warps=4,
     )
     return out
 

@@ -50,30 +50,34 @@ def _finish(
 @triton.jit
 def _mix_kernel(
     bank, y, score, weight, mixed, normed, token_stride, count, width, eps, norm_eps,
-    CHANGE: tl.constexpr, NORM: tl.constexpr, MIXED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    CHANGE: tl.constexpr, NORM: tl.constexpr, MIXED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One token a program, in one pass over its rows; a row is on its way while the one before it is scored."""
     at = tl.arange(0, BLOCK)
     mask = at < width
     w = tl.load(score + at, mask=mask, other=0.0)
-    await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     rows = bank + token * token_stride
+    # EARLY: what a mix wrote has been there for a while; ``y`` alone is new.
+    if not EARLY:
+        await_inputs(PDL)
     coming = tl.load(rows + at, mask=mask, other=0.0)
-    if CHANGE != 0:
-        change = tl.load(y + token * width + at, mask=mask, other=0.0).to(tl.float32)
     best = -float("inf")
     total = 0.0
     acc = tl.zeros([BLOCK], tl.float32)
-    for j in range(count):
+    for j in range(count - 1):
         value = coming
-        coming = tl.load(rows + (j + 1) * width + at, mask=mask & (j + 1 < count), other=0.0)
-        r = value.to(tl.float32)
-        if CHANGE != 0:  # noqa: SIM102  known when compiled; the inner one is not
-            if j == count - 1:
-                r = (change + r if CHANGE == 1 else change).to(value.dtype).to(tl.float32)
-                tl.store(rows + j * width + at, r.to(value.dtype), mask=mask)
-        best, total, acc = _take_in(r, w, best, total, acc, width, eps)
+        coming = tl.load(rows + (j + 1) * width + at, mask=mask, other=0.0)
+        best, total, acc = _take_in(value.to(tl.float32), w, best, total, acc, width, eps)
+    if EARLY:
+        await_inputs(PDL)
+    r = coming.to(tl.float32)
+    if CHANGE != 0:
+        change = tl.load(y + token * width + at, mask=mask, other=0.0).to(tl.float32)
+        r = (change + r if CHANGE == 1 else change).to(coming.dtype).to(tl.float32)
+        tl.store(rows + (count - 1) * width + at, r.to(coming.dtype), mask=mask)
+    best, total, acc = _take_in(r, w, best, total, acc, width, eps)
     mean = (acc / total).to(bank.dtype.element_ty)
     _finish(mean, weight, mixed, normed, token, at, mask, width, norm_eps, NORM, MIXED)
 
@@ -127,17 +131,20 @@ def mix_norm(
     *,
     mixed: bool,
     many: bool | None = None,
+    early: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Change the last of ``rows`` [T, n, D] by ``y`` [T, D] in place, mix them (``reference.mix``), and normalise.
 
     The mix is returned where ``mixed``, ``reference.rms_norm`` of it where a ``weight`` is given. ``many``: with the
-    kernel for many tokens; None: as their number says.
+    kernel for many tokens; None: as their number says. ``early``: another kernel came between the rows' last change
+    and that which makes ``y``: they are read while ``y`` is still to come (``launch.await_inputs``).
     """
     tokens, count, width = rows.shape
     many = tokens >= MANY if many is None else many
     out = torch.empty(tokens, width, dtype=rows.dtype, device=rows.device) if mixed else None
     normed = None if weight is None else torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)
     block = next_power_of_two(width)
+    options = {} if many else {"EARLY": early}
     start.launch(
         _mix_many_kernel if many else _mix_kernel,
         (tokens,),
@@ -149,5 +156,6 @@ def mix_norm(
         MIXED=mixed,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), WARPS),
+        **options,
     )
     return out, normed

@@ -239,6 +239,7 @@ class MoeFfn(Part):
         moe, kernels = self.moe, self.kernels
         assert kernels.choose is not None
         assert kernels.linear_plus is not None
+        assert kernels.linear_both is not None
         products = kernels.router_logits(x, joined.weight)
         ids, weights, latent, hidden = kernels.choose(
             products, self.bias, joined.sizes, self.act, moe.top_k, moe.scaling_factor, moe.renormalize
@@ -248,4 +249,4 @@ class MoeFfn(Part):
             return routed if moe.latent is None else kernels.linear(routed, self.up)
         if moe.latent is None:
             return kernels.linear_plus(hidden, self.shared.w2, routed)
-        return kernels.linear_plus(routed, self.up, kernels.linear(hidden, self.shared.w2))
+        return kernels.linear_both(routed, self.up, hidden, self.shared.w2)

@@ -118,7 +118,7 @@ class KdaAttention(Part):
     ) -> Tensor:
         """A decode step in one kernel: [R, width], to be projected out."""
         arena = (views.window(self.index), views.recurrent(self.index), step.decode_block_index)
-        return run(*self._gates(projected), *self._vectors, *arena, self.lower_bound, self.eps)
+        return run(*projected, *self._vectors, *arena, self.lower_bound, self.eps, self.w_f, self.w_g)
 
     def _whole_chunks(
         self, run: Callable[..., None], projected: tuple[Tensor, ...], step: Step, views: ArenaViews

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,16 @@ from k3stack.models.layers.part import Part, Slot, empty, matrix
 from k3stack.models.views import ArenaViews
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """All projections of the input as one weight, of which kv_a's and the others' are parts."""
+
+    weight: Tensor
+
+
 class MlaAttention(Part):
-    """``index`` counts MLA layers from 0. Projections of the input: kv_a, and as one weight q (or q_a) and gate."""
+    """``index`` counts MLA layers from 0. Projections of the input: kv_a, and as one weight q (or q_a) and gate; on a
+    GPU these two are parts of one."""
 
     PRODUCTS = ("w_kv", "w_in", "w_q", "w_out")
 
@@ -34,8 +44,13 @@ class MlaAttention(Part):
         self.q_lora, self.output_gate, self.out_width = mla.q_lora_rank, mla.output_gate, out_width
         queries = self.heads * self.qk_dim
         self.sizes = (self.q_lora or queries, out_width if self.output_gate else 0)
-        self.w_kv = matrix(mla.row_width, hidden, dtype=dtype, device=device)
-        self.w_in = matrix(sum(self.sizes), hidden, dtype=dtype, device=device)
+        self.joined: Joined | None = None
+        if kernels.device_tables:
+            self.joined = Joined(matrix(mla.row_width + sum(self.sizes), hidden, dtype=dtype, device=device))
+            self.w_kv, self.w_in = self.joined.weight.split([mla.row_width, sum(self.sizes)])
+        else:
+            self.w_kv = matrix(mla.row_width, hidden, dtype=dtype, device=device)
+            self.w_in = matrix(sum(self.sizes), hidden, dtype=dtype, device=device)
         if self.q_lora is not None:
             self.q_norm = empty(self.q_lora, dtype=dtype, device=device)
             self.w_q = matrix(queries, self.q_lora, dtype=dtype, device=device)
@@ -64,13 +79,15 @@ class MlaAttention(Part):
     def __call__(self, x: Tensor, step: Step, views: ArenaViews, tail: Tail | None = None) -> Tensor:
         """x [T, hidden] (normed) -> [T, hidden], or [N, hidden] of the ``tail``'s tokens; writes the cache rows of all
         new tokens, then attends."""
-        kv = self.kernels.linear(x, self.w_kv)
         rows = views.rows(self.index)
+        if self.joined is not None and tail is None:
+            kv, q, gate = self.kernels.linear(x, self.joined.weight).split((rows.shape[2], *self.sizes), dim=1)
+        else:
+            kv = self.kernels.linear(x, self.w_kv)
+            own = x if tail is None else x[tail.tokens]
+            q, gate = self.kernels.linear(own, self.w_in).split(self.sizes, dim=1)
         self.kernels.write_rows(kv, self.kv_norm, self.latent_eps, rows, *step.cache_slots(rows.shape[1]))
-        if tail is not None:
-            x = x[tail.tokens]
-        tokens = x.shape[0]
-        q, gate = self.kernels.linear(x, self.w_in).split(self.sizes, dim=1)
+        tokens = q.shape[0]
         if self.q_lora is not None:
             q = self.kernels.linear(self.kernels.rms_norm(q, self.q_norm, self.latent_eps), self.w_q)
         q = q.reshape(tokens, self.heads, self.qk_dim)

@@ -152,7 +152,10 @@ class ResidualStream:
             return self.kernels.rms_norm(self.kernels.residual_mix(rows, score, self.scorers.eps), norm, self.eps)
         y, change = self._waiting, 0 if self._waiting is None else 1 + self._replaces
         self._waiting = None
-        _, normed = self.kernels.mix_norm(rows, y, change, score, self.scorers.eps, norm, self.eps, mixed=False)
+        # ``y`` took more than one kernel, and all of them came after the last mix.
+        _, normed = self.kernels.mix_norm(
+            rows, y, change, score, self.scorers.eps, norm, self.eps, mixed=False, early=y is not None
+        )
         assert normed is not None
         return normed
 
