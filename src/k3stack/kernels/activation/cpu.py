@@ -19,10 +19,10 @@ def situ_glu(gate_up: Tensor, beta: float, linear_beta: float) -> Tensor:
 
 def silu_glu(gate_up: Tensor) -> Tensor:
     """See ``reference.silu_glu``."""
-    gate, up = gate_up.chunk(2, -1)
-    if gate_up.dtype == torch.bfloat16:
-        return F.silu(gate.float()).mul_(up).to(torch.bfloat16)
-    return F.silu(gate).mul_(up)
+    wide = widen(gate_up)
+    half = wide.shape[-1] // 2
+    gate, up = wide.narrow(-1, 0, half), wide.narrow(-1, half, half)
+    return F.silu(gate, inplace=wide is not gate_up).mul_(up).to(gate_up.dtype)
 
 
 def output_gate(x: Tensor, gate: Tensor) -> Tensor:
