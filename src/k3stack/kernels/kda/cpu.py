@@ -41,17 +41,15 @@ def conv_chunk(raw: Tensor, weight: Tensor, window: Tensor) -> Tensor:
 
 
 def conv_decode(raw: Tensor, weight: Tensor, windows: Tensor, blocks: list[int]) -> Tensor:
-    """One token each of R sequences. raw [R, C], windows [blocks, taps - 1, C] (updated in place) -> [R, C] in
-    weight's dtype. Windows are copied by stretches of neighbouring blocks: a gather by index takes several times as
-    long."""
-    taps, channels = weight.shape
-    x = weight.new_empty(raw.shape[0], taps, channels)
-    x[:, -1] = raw
-    for a, b in _runs(tuple(blocks)):
-        window = windows[blocks[a] : blocks[a] + b - a]
-        x[a:b, :-1] = window
+    """One token each of R sequences. raw [R, C], windows [blocks, taps - 1, C] (updated in place), both in one dtype
+    -> [R, C] in weight's dtype. Windows are copied by stretches of neighbouring blocks: a gather by index takes
+    several times as long."""
+    runs = _runs(tuple(blocks))
+    before = [windows[blocks[a] : blocks[a] + b - a] for a, b in runs]
+    x = torch.cat((before[0] if len(before) == 1 else torch.cat(before), raw.unsqueeze(1)), 1)
+    for window, (a, b) in zip(before, runs, strict=True):
         window.copy_(x[a:b, 1:])
-    return F.silu(x.mul_(weight).sum(1), inplace=True)
+    return F.silu(x.to(weight.dtype).mul_(weight).sum(1), inplace=True)
 
 
 def log_decay(z: Tensor, exp_a: Tensor, lower_bound: float | None) -> Tensor:
@@ -65,8 +63,9 @@ def decode(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Ten
     """One token each of R sequences, states updated in place.
 
     q, k, g [R, H, K], v [R, H, V], beta [R, H], states [blocks, H, K, V] -> [R, H, V]. Both the prediction and the
-    output are read from the old state: with D = diag(exp g), ``S' = D S + k d^T`` gives
-    ``o = S^T (exp(g) q) + (k . q) d``. States of a narrower dtype are rounded once a step, when they are written.
+    output are read from the decayed state: with D = diag(exp g), ``S' = D S + k d^T`` gives
+    ``o = (D S)^T q + (k . q) d``. Decaying comes first because it is what streams the states from memory fastest; the
+    other two passes find them in the cache. States of a narrower dtype are rounded once a step, when they are written.
     """
     if states.dtype != q.dtype:
         index = torch.tensor(blocks, device=states.device)
@@ -74,17 +73,16 @@ def decode(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Ten
         out = decode(q, k, v, g, beta, own, list(range(len(blocks))))
         states[index] = own.to(states.dtype)
         return out
-    decay = torch.exp(g)
-    q = q * q.shape[-1] ** -0.5
-    reads = q.new_empty(*q.shape[:2], 2, q.shape[2])
-    torch.mul(k, decay, out=reads[:, :, 0])
-    torch.mul(q, decay, out=reads[:, :, 1])
-    predicted, seen = _read(reads, states, blocks).unbind(2)
+    decay, runs = torch.exp(g).unsqueeze(-1), _runs(tuple(blocks))
+    used = [states[blocks[a] : blocks[a] + b - a] for a, b in runs]
+    for state, (a, b) in zip(used, runs, strict=True):
+        state.mul_(decay[a:b])
+    predicted, seen = _read(torch.stack((k, q), 2), states, blocks).unbind(2)
     d = torch.sub(v, predicted).mul_(beta.unsqueeze(-1))
-    out = torch.addcmul(seen, torch.linalg.vecdot(k, q).unsqueeze(-1), d)
-    decay, key, d = decay.unsqueeze(-1), k.unsqueeze(-1), d.unsqueeze(2)
-    for a, b in _runs(tuple(blocks)):
-        states[blocks[a] : blocks[a] + b - a].mul_(decay[a:b]).addcmul_(key[a:b], d[a:b])
+    out = torch.addcmul(seen, torch.linalg.vecdot(k, q).unsqueeze(-1), d).mul_(q.shape[-1] ** -0.5)
+    key, d = k.unsqueeze(-1), d.unsqueeze(2)
+    for state, (a, b) in zip(used, runs, strict=True):
+        state.addcmul_(key[a:b], d[a:b])
     return out
 
 
@@ -101,7 +99,8 @@ def _read(reads: Tensor, states: Tensor, blocks: list[int]) -> Tensor:
     stride = states.stride(0) // values
     table = states.as_strided(((states.shape[0] - 1) * stride + heads * width, values), (values, 1))
     rows, starts = _state_rows(tuple(blocks), stride, heads, reads.shape[2], width, states.device)
-    sums = F.embedding_bag(rows, table, starts, per_sample_weights=reads.view(-1), mode="sum")
+    # What F.embedding_bag calls for sums, after ten microseconds of looking at its arguments.
+    sums = torch.embedding_bag(table, rows, starts, False, 0, False, reads.view(-1))[0]
     return sums.view(*reads.shape[:3], values)
 
 

@@ -99,13 +99,12 @@ class KdaAttention(Part):
             return y if tail is None else y[tail.tokens]
         _, f, gate, b = projected
         tokens, heads, k = raw.shape[0], self.heads, self.head_dim
-        z = kernels.linear(f, self.w_f) + self.dt_bias
+        z = widen(kernels.linear(f, self.w_f)).add_(self.dt_bias)
         g = kernels.log_decay(z.view(tokens, heads, k), self.exp_a, self.lower_bound)
         beta = torch.sigmoid(widen(b))
-        qkv = self._convolve(raw, step, views.window(self.index))
-        qk = kernels.l2_norm(qkv[:, : 2 * self.width].view(tokens, 2 * heads, k), L2_EPS)
-        v = qkv[:, 2 * self.width :].view(tokens, heads, k)
-        o = self._recur(qk[:, :heads], qk[:, heads:], v, g, beta, step, views.recurrent(self.index))
+        qkv = self._convolve(raw, step, views.window(self.index)).view(tokens, 3, heads, k)
+        query, key = kernels.l2_norm(qkv[:, :2], L2_EPS).unbind(1)
+        o = self._recur(query, key, qkv[:, 2], g, beta, step, views.recurrent(self.index))
         if tail is not None:
             o, gate, tokens = o[tail.tokens], gate[tail.tokens], len(tail.lengths)
         if self.w_g is not None:
