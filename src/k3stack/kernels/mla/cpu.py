@@ -15,7 +15,7 @@ QUERY_TILE = 64
 SCORE_BYTES = 4 << 20
 """Scores that the CPU's cache holds. Measured on a Zen 4 core, 8 heads of 2,048 queries over 8,192 keys take 866 ms
 with 256 queries and all heads at once, 501 ms with 64 queries, 393 ms with 64 queries of one head."""
-GATHER_BYTES = 4 << 20
+GATHER_BYTES = 8 << 20
 """Cache rows that decode gathers at once: more would leave the CPU's cache before they are read."""
 FP8_MOST = 448.0
 """Largest number of fp8_e4m3."""
@@ -78,26 +78,24 @@ def decode(q: Tensor, rows: Tensor, page_table: Tensor, lengths: list[int], kv_b
     """
     latent, page_rows = kv_b.shape[2], rows.shape[1]
     nope = q.shape[-1] - (rows.shape[2] - latent)
+    kv_b = widen(kv_b)
     wide = absorb(q, kv_b, nope)
     context = wide.new_empty(*q.shape[:2], latent)
     for members, pages in _sharing(page_table, lengths, page_rows):
-        head = _gather(rows, page_table[members[0], :pages]) if pages else None
+        head = widen(_rows_of(rows, page_table[members[0], :pages])) if pages else None
         for part in _alike(members, lengths, pages, page_rows, rows.shape[2] * wide.element_size()):
-            index = slice(None) if len(part) == len(lengths) else torch.tensor(part, device=q.device)
+            neighbours = part[-1] - part[0] == len(part) - 1
+            index = slice(part[0], part[-1] + 1) if neighbours else torch.tensor(part, device=q.device)
             counts = [lengths[r] - pages * page_rows for r in part]
-            own = _gather(rows, page_table[index, pages : -(-lengths[part[0]] // page_rows)])
+            own = _rows_of(rows, page_table[index, pages : -(-lengths[part[0]] // page_rows)])
+            own = widen(own[:, : max(counts)])
             context[index] = _attend_rows(wide[index], head, own, counts, latent)
     return _project(context.transpose(0, 1), kv_b, nope, q.dtype)
 
 
-def _gather(rows: Tensor, pages: Tensor) -> Tensor:
-    """Cache rows of ``pages`` [..., M]: wide [..., M * page rows, latent + shared]."""
-    return widen(_rows_of(rows, pages))
-
-
 def _rows_of(rows: Tensor, pages: Tensor) -> Tensor:
-    """As ``_gather``, in the dtype of the cache. Whole pages are picked: indexing by a table copies value by value and
-    takes three times as long."""
+    """Cache rows of ``pages`` [..., M]: [..., M * page rows, latent + shared], a copy. Whole pages are picked: indexing
+    by a table copies value by value and takes three times as long."""
     flat = rows.as_strided((rows.shape[0], rows.shape[1] * rows.shape[2]), (rows.stride(0), 1))
     return flat.index_select(0, pages.reshape(-1)).view(*pages.shape[:-1], -1, rows.shape[2])
 
@@ -139,9 +137,8 @@ def _alike(members: list[int], lengths: list[int], shared: int, page_rows: int, 
 
 def _attend_rows(wide: Tensor, head: Tensor | None, own: Tensor, counts: list[int], latent: int) -> Tensor:
     """Contexts [R, H, latent] of absorbed queries [R, H, W] over the rows ``head`` [S, W] that all share and then
-    each over the first ``counts`` rows of its own [R, L, W]; later rows of ``own`` are overwritten."""
+    each over the first ``counts`` rows of its own [R, max(counts), W]; later rows of ``own`` are overwritten."""
     shortest, longest = min(counts), max(counts)
-    own = own[:, :longest]
     scores = torch.bmm(wide, own.transpose(1, 2))
     if shortest < longest:
         # Rows after the last one hold anything, NaN included: neither scores nor values may see them.
@@ -161,25 +158,26 @@ def _attend_rows(wide: Tensor, head: Tensor | None, own: Tensor, counts: list[in
 
 
 def absorb(q: Tensor, kv_b: Tensor, nope: int) -> Tensor:
-    """Queries against cache rows: [T, H, nope + shared] -> scaled [T, H, latent + shared], wide."""
+    """Queries against cache rows: [T, H, nope + shared] -> scaled [T, H, latent + shared], wide. kv_b wide, too."""
     latent = kv_b.shape[2]
     q = widen(q) * q.shape[-1] ** -0.5
     out = q.new_empty(*q.shape[:2], latent + q.shape[-1] - nope)
-    out[..., :latent] = torch.bmm(q[..., :nope].transpose(0, 1), widen(kv_b[:, :nope])).transpose(0, 1)
+    out[..., :latent] = torch.bmm(q[..., :nope].transpose(0, 1), kv_b[:, :nope]).transpose(0, 1)
     out[..., latent:] = q[..., nope:]
     return out
 
 
 def _project(context: Tensor, kv_b: Tensor, nope: int, dtype: torch.dtype) -> Tensor:
-    """Latent contexts [H, T, latent] to head outputs [T, H, v]."""
-    return torch.bmm(context, widen(kv_b[:, nope:]).transpose(1, 2)).transpose(0, 1).to(dtype)
+    """Latent contexts [H, T, latent] to head outputs [T, H, v]. kv_b wide."""
+    out = torch.bmm(context, kv_b[:, nope:].transpose(1, 2)).transpose(0, 1)
+    return torch.empty(out.shape, dtype=dtype, device=out.device).copy_(out)
 
 
 def _absorbed(q: Tensor, rows: Tensor, kv_b: Tensor, start: int) -> Tensor:
     count, heads = q.shape[:2]
     latent = kv_b.shape[2]
     nope = q.shape[-1] - (rows.shape[1] - latent)
-    seen = widen(rows)
+    seen, kv_b = widen(rows), widen(kv_b)
     scores = torch.matmul(absorb(q, kv_b, nope).transpose(0, 1), seen.T)
     _mask_future(scores, start)
     context = torch.matmul(torch.softmax(scores, dim=-1), seen[:, :latent])
