@@ -339,7 +339,12 @@ def test_experts_get_numbers_of_rows_for_which_they_lie_right(
         asked.append(x.shape[0])
         return linear.linear(x, weight)
 
+    def image_seen(image: Tensor, weight: Tensor, groups: int) -> Tensor:
+        asked.append(image.shape[3])
+        return linear.convolve_image(image, weight, groups)
+
     monkeypatch.setattr(moe, "linear", SimpleNamespace(**{**vars(linear), "linear": linear_seen}))
+    monkeypatch.setattr(stacked, "convolve_image", image_seen)
     monkeypatch.setattr(moe, "_stacked_is_faster", lambda *_: False)
     for tokens in (1, 2, 5, 11, 13, 22, 32, 33, 60):
         ids, weights = torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1, dtype=wide_dtype(dtype))

@@ -84,9 +84,13 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
         return convolve(x, weight.data, 1)
     rows = x.shape[0]
     if rows < ROWS:
-        x = F.pad(x, (0, 0, 0, ROWS - rows))
-        return torch.ops.mkldnn._linear_pointwise(x, weight.data, None, "none", [], "")[:rows]
+        return torch.ops.mkldnn._linear_pointwise(filled(x, ROWS), weight.data, None, "none", [], "")[:rows]
     return torch.ops.mkldnn._linear_pointwise(x, weight.data, None, "none", [], "")
+
+
+def filled(x: Tensor, rows: int) -> Tensor:
+    """x [T, in] with more rows, of any values, so that they are ``rows``."""
+    return x.expand(rows, -1) if x.shape[0] == 1 else F.pad(x, (0, 0, 0, rows - x.shape[0]))
 
 
 def convolve(x: Tensor, weight: Tensor, groups: int) -> Tensor:
@@ -96,11 +100,23 @@ def convolve(x: Tensor, weight: Tensor, groups: int) -> Tensor:
     images = 1 if rows <= ONE_IMAGE else -(-rows // IMAGE)
     each = rows if images == 1 else IMAGE
     if images * each != rows:
-        x = F.pad(x, (0, 0, 0, images * each - rows))
-    image = x.contiguous().view(images, 1, each, -1).permute(0, 3, 1, 2)
-    y = torch.ops.mkldnn._convolution_pointwise(image, weight, None, [0, 0], [1, 1], [1, 1], groups, "none", [], "")
-    flat: Tensor = y.permute(0, 2, 3, 1).reshape(images * each, -1)
-    return flat[:rows]
+        x = filled(x, images * each)
+    y = convolve_image(as_image(x.contiguous(), images, each, x.shape[1]), weight, groups)
+    flat = y.permute(0, 2, 3, 1).view(images * each, -1)
+    return flat if flat.shape[0] == rows else flat[:rows]
+
+
+def as_image(x: Tensor, images: int, rows: int, width: int) -> Tensor:
+    """x, contiguous -> [images, width, 1, rows], channels last, of the same memory."""
+    return x.as_strided((images, width, 1, rows), (rows * width, 1, rows * width, width))
+
+
+def convolve_image(image: Tensor, weight: Tensor, groups: int) -> Tensor:
+    """image [images, groups * in, 1, rows], channels last -> [images, groups * out, 1, rows], channels last."""
+    y: Tensor = torch.ops.mkldnn._convolution_pointwise(
+        image, weight, None, [0, 0], [1, 1], [1, 1], groups, "none", [], ""
+    )
+    return y
 
 
 def router_logits(x: Tensor, weight: Weight) -> Tensor:

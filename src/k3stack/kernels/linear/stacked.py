@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from k3stack.kernels.linear.blocked import Blocked, at_count, block_rows, describe, home, library, tensor_at, values
-from k3stack.kernels.linear.cpu import IMAGE, ONE_IMAGE, Packed, Weight, convolve, pack, packs
+from k3stack.kernels.linear.cpu import IMAGE, ONE_IMAGE, ROWS, Packed, Weight, as_image, convolve_image, pack, packs
 
 MANY_ROWS = (64, 1024)
 """Rows of one expert's product, by far more than ``ONE_IMAGE``, that are tried in advance."""
@@ -61,8 +61,18 @@ class Stack(Sequence[Weight]):
 
     def product(self, x: Tensor) -> Tensor:
         """x [rows * E, in], expert after expert within a row -> [rows * E, out]. From 2 to 32 rows."""
+        total, width = x.shape
         count = len(self._parts)
-        return convolve(x.view(-1, count * x.shape[1]), self._whole, count).view(x.shape[0], -1)
+        y = convolve_image(as_image(x, 1, total // count, count * width), self._whole, count)
+        return y.permute(0, 2, 3, 1).view(total, -1)
+
+    def single_products(self, x: Tensor, chosen: Sequence[int]) -> Tensor:
+        """One row for each of the n experts ``chosen``: x [n, in], or [1, in] for all of them -> [n, out]."""
+        rows = filled_rows(self.fast_rows)[1]
+        images = as_image(x.repeat_interleave(rows, 0), len(x), rows, x.shape[1]).split(1)
+        each = images if len(x) > 1 else images * len(chosen)
+        found = [convolve_image(i, self._parts[e].data, 1) for i, e in zip(each, chosen, strict=True)]
+        return torch.cat(found)[:, :, 0, 0]
 
 
 class Stacker:
@@ -161,11 +171,11 @@ def _layout(count: int, out: int, width: int, dtype: torch.dtype, threads: int) 
 
 @lru_cache(maxsize=64)
 def filled_rows(*fast: frozenset[int]) -> tuple[int, ...]:
-    """[ONE_IMAGE + 1]: for 0 to ``ONE_IMAGE`` rows of an expert, the fewest, no fewer than those, that are fast with
-    all of its weights (``Stack.fast_rows``)."""
+    """[ONE_IMAGE + 1]: for 0 to ``ONE_IMAGE`` rows of an expert, the fewest, no fewer than those and ``ROWS``, that are
+    fast with all of its weights (``Stack.fast_rows``)."""
     both = frozenset.intersection(*fast)
     most = (ONE_IMAGE // IMAGE + 1) * IMAGE
-    return (0, *(min((m for m in both if m >= n), default=most) for n in range(1, ONE_IMAGE + 1)))
+    return (0, *(min((m for m in both if m >= max(n, ROWS)), default=most) for n in range(1, ONE_IMAGE + 1)))
 
 
 def _pack(weight: Tensor, groups: int, rows: int) -> Tensor:

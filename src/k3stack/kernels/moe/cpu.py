@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -49,11 +50,11 @@ def experts(
     tokens are filled up (with token 0, whose extra results nobody reads), which is faster than computing fewer rows.
     """
     tokens, top_k = ids.shape
-    if isinstance(w13, Stack) and isinstance(w2, Stack):
-        hits = torch.zeros(tokens, len(w13), dtype=torch.int64, device=x.device).scatter_(1, ids, 1).cumsum_(0)
-        counts_each: list[int] = hits[-1].tolist()
+    if isinstance(w13, Stack) and isinstance(w2, Stack) and tokens * top_k <= linear.ONE_IMAGE * len(w13):
+        chosen: list[int] = ids.reshape(-1).tolist()
+        counts_each, places = _ranks(chosen, len(w13))
         if _stacked_is_faster(counts_each, w13, w2):
-            return _stacked(x, ids, weights, hits, max(2, *counts_each), w13, w2, activation)
+            return _stacked(x, weights, places, max(linear.ROWS, *counts_each), w13, w2, activation)
     if tokens == 1:
         return _experts_of_one(x, ids[0].tolist(), weights, w13, w2, activation)
     flat = ids.reshape(-1)
@@ -86,7 +87,7 @@ def experts(
 def _stacked_is_faster(counts: list[int], w13: Stack, w2: Stack) -> bool:
     """Whether all experts in one product, each with as many rows as the busiest, take less time than products of
     their own for those that are in use."""
-    rows = max(2, *counts)
+    rows = max(linear.ROWS, *counts)
     if rows > linear.ONE_IMAGE:
         return False
     size, used = w13.expert_bytes + w2.expert_bytes, len(counts) - counts.count(0)
@@ -95,31 +96,42 @@ def _stacked_is_faster(counts: list[int], w13: Stack, w2: Stack) -> bool:
     return together <= one_by_one
 
 
+def _ranks(chosen: list[int], count: int) -> tuple[list[int], list[int]]:
+    """How often each of ``count`` experts is chosen, and each choice's row among all experts' first, second, ...
+    tokens. In Python: for a few hundred choices that takes less time than a dozen tensor operations."""
+    nexts, places = list(range(count)), []
+    for e in chosen:
+        place = nexts[e]
+        nexts[e] = place + count
+        places.append(place)
+    return [n // count for n in nexts], places
+
+
 def _stacked(
     x: Tensor,
-    ids: Tensor,
     weights: Tensor,
-    hits: Tensor,
+    places: list[int],
     rows: int,
     w13: Stack,
     w2: Stack,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """All experts at once, ``rows`` each; ``hits`` [T, E] counts each expert's tokens up to and with each token."""
-    count, (tokens, top_k) = hits.shape[1], ids.shape
-    place = (hits.gather(1, ids).sub_(1)).mul_(count).add_(ids).view(-1)
+    """All experts at once, ``rows`` each; ``places`` [T * k] as of ``_ranks``."""
+    tokens, top_k = weights.shape
     # Rows that no token takes hold token 0: nobody reads their results.
-    source = torch.zeros(rows * count, dtype=torch.int64, device=x.device).index_copy_(0, place, _owners(tokens, top_k))
-    inner = activation(w13.product(x.index_select(0, source)))
-    results = widen(w2.product(inner).index_select(0, place)).view(tokens, top_k, -1)
+    source = [0] * (rows * len(w13))
+    for place, token in zip(places, _owners(tokens, top_k), strict=True):
+        source[place] = token
+    index = torch.frombuffer(array("q", source + places), dtype=torch.int64)
+    inner = activation(w13.product(x.index_select(0, index[: len(source)])))
+    results = widen(w2.product(inner).index_select(0, index[len(source) :])).view(tokens, top_k, -1)
     return torch.bmm(weights.unsqueeze(1), results).squeeze(1).to(x.dtype)
 
 
 @lru_cache(maxsize=4)
-def _owners(tokens: int, top_k: int) -> Tensor:
+def _owners(tokens: int, top_k: int) -> list[int]:
     """[T * k]: the token of each choice."""
-    with torch.inference_mode(False):
-        return torch.arange(tokens).repeat_interleave(top_k)
+    return [token for token in range(tokens) for _ in range(top_k)]
 
 
 def _experts_of_one(
@@ -131,11 +143,10 @@ def _experts_of_one(
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """The experts of a single token: nothing to group, every expert reads the same rows."""
-    fill = linear.ROWS - 1
     if isinstance(w13, Stack) and isinstance(w2, Stack):
-        fill = filled_rows(w13.fast_rows, w2.fast_rows)[1] - 1
-    rows = F.pad(x, (0, 0, 0, fill))
-    inner = activation(torch.cat([linear.linear(rows, w13[e])[:1] for e in chosen]))
-    filled = F.pad(inner.unsqueeze(1), (0, 0, 0, fill))
-    results = torch.cat([linear.linear(filled[j], w2[e])[:1] for j, e in enumerate(chosen)])
+        inner = activation(w13.single_products(x, chosen))
+        results = w2.single_products(inner, chosen)
+    else:
+        inner = activation(torch.cat([linear.linear(x, w13[e]) for e in chosen]))
+        results = torch.cat([linear.linear(row, w2[e]) for row, e in zip(inner.split(1), chosen, strict=True)])
     return (weights @ widen(results)).to(x.dtype)
