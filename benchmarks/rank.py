@@ -1,8 +1,8 @@
 """One rank of a layout, alone on one GPU: a decode step or a prompt's chunk against the floor of its bytes.
 
 The rank holds what the shard table gives it (real geometry, random weights), runs the real kernels under a CUDA graph,
-and leaves its collectives out; they are counted. Experts are chosen as on the mean rank. Kernels are compared with
-plain torch at the same sizes first.
+and leaves its collectives out; they are counted. Experts are chosen as on the mean rank, or on the slowest one. Kernels
+are compared with plain torch at the same sizes first.
 
     python -m benchmarks.rank --tp-size 32 --ep-size 32 --kv-cache-dtype fp8_e4m3 --batch 64 --context 8500 --json
     python -m benchmarks.rank --tp-size 16 --ep-size 16 --batch 64 --context 8500 --floor-only
@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tp-size", type=int, default=16)
     parser.add_argument("--ep-size", type=int, default=16)
     parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--routing", choices=("mean", "slowest"), default="mean", help="whose experts are chosen")
     parser.add_argument("--kv-cache-dtype", choices=ROW_BYTES, default="bfloat16")
     parser.add_argument("--batch", type=int, nargs="+", default=[64])
     parser.add_argument("--context", type=int, default=8500, help="cached tokens a row")

@@ -27,6 +27,7 @@ from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 from k3stack.models import dummy
 from k3stack.models.batch import ForwardBatch
 from k3stack.models.decode_batch import DecodeBatch
+from k3stack.models.emulate import busiest_to
 from k3stack.models.layers.ffn import MoeFfn
 from k3stack.models.layers.mla import MlaAttention
 from k3stack.models.network import Model
@@ -122,16 +123,20 @@ class Rank:
         batch.lengths.fill_(context + 1)
         return batch
 
-    def route_as_mean_rank(self, tokens: int, total_experts: int) -> list[int]:
-        """From now on layers choose experts drawn beforehand: uniform draws, of which that one is taken that touches as
-        many experts here as the mean rank's. The router itself still runs. Returns how many each layer touches."""
+    def route(self, tokens: int, total_experts: int, routing: str) -> list[int]:
+        """From now on layers choose experts drawn beforehand. ``mean``: of uniform draws that one is taken that touches
+        as many experts here as the mean rank's; ``slowest``: one draw, seen from the rank of which it touches most. The
+        router itself still runs. Returns how many each layer touches."""
         moe = self.geometry.moe
         touched = []
         for layer in self.geometry.moe_layers:
             ffn = self.model.layers[layer].ffn
             assert isinstance(ffn, MoeFfn)
             wanted = experts_touched(total_experts, moe.top_k, tokens) * len(ffn.local) / total_experts
-            drawn = [torch.rand(tokens, total_experts, device=DEVICE).topk(moe.top_k, -1).indices for _ in range(12)]
+            some = 12 if routing == "mean" else 1
+            drawn = [torch.rand(tokens, total_experts, device=DEVICE).topk(moe.top_k, -1).indices for _ in range(some)]
+            if routing == "slowest":
+                drawn = [busiest_to(drawn[0], tokens, ffn.local, total_experts)]
             counts = [self._touched(ids, ffn.local) for ids in drawn]
             best = min(range(len(drawn)), key=lambda i: abs(counts[i] - wanted))
             touched.append(counts[best])
@@ -269,6 +274,7 @@ def measure(
             "model": args.model,
             "layout": layout.as_dict(),
             "rank": args.rank,
+            "routing": args.routing,
             "kv_cache_dtype": args.kv_cache_dtype,
             "layers": rank.geometry.layers,
             "device": torch.cuda.get_device_name(DEVICE),
@@ -297,7 +303,7 @@ def _decode(
     bad = {name: value for name, value in checks.items() if not value < GOOD}
     if bad:
         raise SystemExit(f"kernels are wrong at this size (relative distance): {bad}")
-    touched = rank.route_as_mean_rank(batch, total_experts)
+    touched = rank.route(batch, total_experts, args.routing)
     own = rank.decode_batch(batch, args.context)
 
     def step() -> None:

@@ -75,7 +75,7 @@ def measure_prefill(
     exchange = Alone(tokens, model.layout.tp, total_experts)
     split = RankModel(model.geometry, model.layout, precision=model.precision, sharded_prefill=True)
     second = about | _sharded(args, rank, split, gemm, batch, exchange)
-    rank.route_as_mean_rank(tokens, total_experts)
+    rank.route(tokens, total_experts, args.routing)
     ms = timed(lambda: rank.model.forward(batch, rank.views), repeats=REPEATS)
     timeline = kernels(args, lambda: rank.model.forward(batch, rank.views))
     work = model.work(prefill_load(tokens))
