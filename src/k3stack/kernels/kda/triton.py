@@ -54,6 +54,15 @@ def _second(low, w, K: tl.constexpr):
 
 
 @triton.jit
+def log_decay(z, a, lower_bound, BOUNDED: tl.constexpr):
+    """See ``reference.log_decay``; z with its bias, a the exponential of A_log."""
+    if BOUNDED:
+        return lower_bound / (1 + tl.exp(-a * z))
+    else:
+        return -a * (tl.maximum(z, 0.0) + tl.log(1 + tl.exp(-tl.abs(z))))
+
+
+@triton.jit
 def _decode_kernel(
     raw, f, gate, b, conv, exp_a, dt_bias, norm, windows, states, blocks, out, w_f, w_g,
     raw_row, f_row, gate_row, b_row, window_block, state_block, width, scale, lower_bound, l2_eps, eps,
@@ -111,11 +120,7 @@ def _decode_kernel(
     _move_on(windows, v_rows, 2 * width + at, 3 * width, TAPS, ROWS)
     q = q * tl.rsqrt(tl.sum(q * q, 0) + l2_eps) * scale
     k = k * tl.rsqrt(tl.sum(k * k, 0) + l2_eps)
-    if BOUNDED:
-        g = lower_bound / (1 + tl.exp(-a * z))
-    else:
-        g = -a * (tl.maximum(z, 0.0) + tl.log(1 + tl.exp(-tl.abs(z))))
-    decay = tl.exp(g)
+    decay = tl.exp(log_decay(z, a, lower_bound, BOUNDED))
     if PARTS == 1:
         s = first.to(tl.float32) * decay[:, None]
         s += k[:, None] * (beta * (v - tl.sum(s * k[:, None], 0)))[None, :]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from k3stack.kernels import launch as start
 from k3stack.kernels.kda.layout import SUB, ChunkTiles
-from k3stack.kernels.kda.triton import L2_EPS, move_windows
+from k3stack.kernels.kda.triton import L2_EPS, log_decay, move_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,7 @@ def _prepare_kernel(
     a = tl.load(exp_a + head)
     z = tl.load(f + (first + r)[:, None] * f_row + i[None, :], mask=here[:, None], other=0.0).to(tl.float32)
     z += tl.load(dt_bias + i)[None, :]
-    if BOUNDED:
-        g = lower_bound / (1 + tl.exp(-a * z))
-    else:
-        g = -a * (tl.maximum(z, 0.0) + tl.log(1 + tl.exp(-tl.abs(z))))
+    g = log_decay(z, a, lower_bound, BOUNDED)
     tl.store(c + to, tl.cumsum(tl.where(here[:, None], g, 0.0), 0))
     chance = tl.load(b + (first + r) * b_row + head, mask=here, other=0.0).to(tl.float32)
     tl.store(beta + at + r, tl.where(here, 1 / (1 + tl.exp(-chance)), 0.0))
