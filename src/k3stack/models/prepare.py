@@ -34,7 +34,7 @@ def prepare(landings: list[Landing], *, threads: int = 4, on_bytes: Callable[[in
             on_bytes(landing.memory.numel())
 
     try:
-        with ThreadPoolExecutor(min(threads, usable_cores()), lambda: torch.set_num_threads(1)) as pool:
+        with ThreadPoolExecutor(min(threads, usable_cores()), initializer=lambda: torch.set_num_threads(1)) as pool:
             # The largest first: at the end all threads have work.
             for done in [pool.submit(make, x) for x in sorted(landings, key=lambda x: -x.memory.numel())]:
                 done.result()
