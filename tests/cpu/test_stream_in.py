@@ -1,6 +1,12 @@
 """Reading into the weights' own memory and making the weights there, whatever the sizes of pieces."""
 
+import errno
+import fcntl
 import json
+import os
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +16,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from k3stack.config.geometry import ModelGeometry, load_geometry
-from k3stack.errors import BugError
+from k3stack.errors import BugError, CheckpointError
 from k3stack.kernels.linear import blocked, stacked
 from k3stack.kernels.linear import cpu as linear
 from k3stack.kernels.linear.cpu import Packed, packs, unpack
-from k3stack.models import landing, prepare, stream_in
+from k3stack.models import checkpoint, files, landing, prepare, staging, stream_in
 from k3stack.models.checkpoint import find_tensors
 from k3stack.models.landing import Stored, land
 from k3stack.models.layers.ffn import MoeFfn
@@ -23,6 +29,7 @@ from k3stack.models.network import Model
 from tests.cpu.harness import GOLDEN
 
 CPU = torch.device("cpu")
+Content = dict[tuple[Path, int], bytes]
 K3 = "k3_tiny_open"
 PACKED = [d for d in (torch.float32, torch.bfloat16) if packs(d, CPU)]
 
@@ -44,11 +51,122 @@ def load(folder: Path, dtype: torch.dtype, threads: int = 2) -> Model:
 @pytest.mark.parametrize(("dtype", "threads"), [(torch.float32, 1), (torch.bfloat16, 4), (torch.float64, 2)])
 def test_pieces_do_not_matter(dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = plain_weights(load(GOLDEN / K3, dtype))
-    monkeypatch.setattr(stream_in, "AT_ONCE", 1000)
+    monkeypatch.setattr(files, "PIECE", 4096)
     monkeypatch.setattr(stream_in, "RUN_BYTES", 5000)
     monkeypatch.setattr(prepare, "PIECE", 4096)
     for ours, other in zip(plain_weights(load(GOLDEN / K3, dtype, threads)), whole, strict=True):
         assert torch.equal(ours, other)
+
+
+@pytest.fixture(params=["cached", "direct", "refused at once", "refused later", "no direct reading"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of reading: through the page cache, past it, and past it where the file system says that this is not possible."""
+    if request.param == "no direct reading":
+        monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    elif request.param != "cached":
+        monkeypatch.setattr(files.Files, "directly", lambda self, file, at: True)
+    if not request.param.startswith("refused"):
+        return
+    preadv, count = os.preadv, 0
+
+    def refuse(fd: int, buffers: list[memoryview], at: int, *flags: int) -> int:
+        nonlocal count
+        count += 1
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT and (count > 5 or request.param == "refused at once"):
+            raise OSError(errno.EINVAL, "not aligned")
+        return preadv(fd, buffers, at, *flags)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+
+
+def read_little(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Have the system return ``most`` bytes of a call, and whole blocks of them past the page cache."""
+    preadv = os.preadv
+
+    def short(fd: int, buffers: list[memoryview], at: int, *flags: int) -> int:
+        direct = fcntl.fcntl(fd, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0)
+        return preadv(fd, [buffers[0][: -(-most // 4096) * 4096 if direct else most]], at, *flags)
+
+    monkeypatch.setattr(os, "preadv", short)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("most", [None, 3001])
+def test_ways_of_reading_do_not_matter(most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PIECE", 64 << 10)
+    monkeypatch.setattr(files, "MOST_READS", 5)
+    monkeypatch.setattr(staging, "COPIED", 10_000)
+    if most is not None:
+        read_little(monkeypatch, most)
+    landed = landed_bytes(2)
+    assert sum(map(len, landed.values())) > 3_000_000
+    for (file, begin), content in landed.items():
+        with file.open("rb") as f:
+            f.seek(begin)
+            assert f.read(len(content)) == content
+
+
+def landed_bytes(threads: int, folder: Path = GOLDEN / K3, after_headers: Callable[[], object] = int) -> Content:
+    """What is in memory when all has been read, by file and place in it."""
+    geometry = load_geometry(folder)
+    landed = land(Model(geometry, dtype=torch.bfloat16, device=CPU), find_tensors(folder, geometry))
+    after_headers()
+    stream_in.stream_in(landed, threads=threads)
+    return {(r.file, r.begin): r.dest.numpy().tobytes() for x in landed.landings for r in x.reads()}
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("left", [0, 5000, "whole blocks"])
+def test_file_that_ends_while_being_read(left: int | str, tmp_path: Path) -> None:
+    folder = tmp_path / K3
+    shutil.copytree(GOLDEN / K3, folder)
+    file = sorted(folder.glob("*.safetensors"))[-1]
+    cut = max(checkpoint.read_header(file), key=lambda e: e.nbytes)
+    size = cut.offset + left if isinstance(left, int) else (cut.offset // 4096 + 2) * 4096
+    missing = cut.offset + cut.nbytes - size
+    assert missing > 0
+    expected = f"{file.name}: tensor {cut.name}: the file ended {missing:,} B early"
+    with pytest.raises(CheckpointError, match=re.escape(expected)):
+        landed_bytes(1, folder, lambda: os.truncate(file, size))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_errors_of_any_thread_end_reading(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.Files, "directly", lambda self, file, at: True)
+    monkeypatch.setattr(files, "PIECE", 4096)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no more pages")
+
+    for owner, name in ((staging, "_copy"), (files.Files, "read_directly")):
+        with monkeypatch.context() as patch, pytest.raises(MemoryError, match="no more pages"):
+            patch.setattr(owner, name, fail)
+            landed_bytes(threads)
+
+
+@pytest.mark.parametrize(
+    ("answer", "directly"), [(None, False), (errno.EAGAIN, True), (errno.EOPNOTSUPP, False), (errno.EIO, None)]
+)
+def test_page_cache_is_passed_by_for_what_is_not_in_it(
+    answer: int | None, directly: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And only where the system says so."""
+    (file := tmp_path / "file").write_bytes(bytes(10_000))
+
+    def preadv(fd: int, buffers: list[bytearray], at: int, flags: int) -> int:
+        if answer is not None:
+            raise OSError(answer, "")
+        return 1
+
+    with files.Files({file}, None) as opened:
+        if opened._past_cache(file) is None:
+            pytest.skip("no direct reading here")
+        monkeypatch.setattr(os, "preadv", preadv)
+        if directly is None:
+            with pytest.raises(OSError, match="5"):
+                opened.directly(file, 5000)
+        else:
+            assert opened.directly(file, 5000) == directly
 
 
 @pytest.mark.parametrize("dtype", PACKED)

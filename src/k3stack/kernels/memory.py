@@ -29,10 +29,15 @@ def in_small_pages(start: int, size: int) -> bool:
     return _advise(start, size, MADV_NOHUGEPAGE)
 
 
+def in_large_pages(start: int, size: int) -> bool:
+    """Have memory that is not there yet come in pages of 2 MiB, where the system has them."""
+    return _advise(start, size, MADV_HUGEPAGE)
+
+
 def gather_pages(start: int, size: int) -> bool:
     """Move what lies in [start, start + size) into pages of 2 MiB, now; values stay. False where the system (Linux
     before 6.1) cannot, or has no such pages left."""
-    return _advise(start, size, MADV_HUGEPAGE) and _advise(start, size, MADV_COLLAPSE)
+    return in_large_pages(start, size) and _advise(start, size, MADV_COLLAPSE)
 
 
 def keep_freed_memory() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -34,6 +35,15 @@ class Read:
     dest: Tensor
 
     @property
+    def file(self) -> Path:
+        return self.entry.file
+
+    @property
+    def begin(self) -> int:
+        """In the file."""
+        return self.entry.offset + self.start
+
+    @property
     def stored(self) -> int:
         return self.dest.numel()
 
@@ -50,8 +60,13 @@ class Convert:
         return self.item[0][1]
 
     @property
-    def start(self) -> int:
-        return 0
+    def file(self) -> Path:
+        return self.entry.file
+
+    @property
+    def begin(self) -> int:
+        """In the file."""
+        return self.entry.offset
 
     @property
     def stored(self) -> int:

@@ -1,50 +1,62 @@
 """Streaming a checkpoint's bytes into memory, as they are stored.
 
 Several threads read at a time, each a run of one shard. On a CPU the bytes go where the weights made of them will be
-(``models.landing``), and ``models.prepare`` makes them in place afterwards. Tensors of a GPU are read through a staging
-buffer for each thread, and are complete when they have been read.
+(``models.landing``), and ``models.prepare`` makes them in place afterwards: from the page cache what is there, and the
+rest past it, through buffers from which other threads copy (``models.staging``). Tensors of a GPU are read through the
+page cache and a staging buffer for each thread, and are complete when they have been read.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from k3stack.errors import BugError, CheckpointError
+from k3stack.config.cores import usable_cores
+from k3stack.errors import BugError
 from k3stack.kernels.memory import populate
 from k3stack.kernels.mxfp4 import cpu as mxfp4
 from k3stack.models.checkpoint import Entry, Found
-from k3stack.models.landing import DTYPES, Convert, Landed, Read
+from k3stack.models.files import Files, Piece, pieces
+from k3stack.models.landing import DTYPES, Convert, Landed
+from k3stack.models.staging import Staging
 
 STAGE = 4 << 20
 """Bytes of the files on their way to a GPU, for each thread."""
-RUN_BYTES = 64 << 20
+RUN_BYTES = 16 << 20
 """Bytes in a row that one thread reads in one go."""
-AT_ONCE = 16 << 20
-"""Most bytes of one call to the system."""
+AHEAD = 64 << 20
+"""Bytes of a shard that are read ahead while the model is being built."""
 SHARDS_AT_ONCE = 4
-REPORT = 4 << 20
+BUFFERS = 2
+"""For each reading thread: the next can be filled while one is copied."""
+
+Part = Piece | Convert
 
 
 def stream_in(landed: Landed, *, threads: int = 4, on_bytes: Callable[[int], None] | None = None) -> None:
     """Read all tensors. ``on_bytes`` is called (from any thread) with bytes just read."""
-    reads = [part for landing in landed.landings for read in landing.reads() for part in _split(read)]
-    runs = _runs([*reads, *landed.others])
-    before = torch.get_num_threads()
+    parts: list[Part] = [*pieces([r for landing in landed.landings for r in landing.reads()]), *landed.others]
+    copiers = min(threads, usable_cores())
+    before, collects = torch.get_num_threads(), gc.isenabled()
     try:
+        # Looking through all of Python's objects takes a tenth of a second, in which no thread gets on.
+        gc.disable()
         with (
-            _Files({read.entry.file for read in (*reads, *landed.others)}, on_bytes) as files,
-            ThreadPoolExecutor(threads, lambda: torch.set_num_threads(1)) as pool,
+            Files({part.file for part in parts}, on_bytes) as files,
+            ThreadPoolExecutor(threads + copiers, initializer=lambda: torch.set_num_threads(1)) as pool,
         ):
-            _read_runs(list(runs), files, pool, threads)
+            _read_runs(list(_runs(parts)), files, pool, threads, copiers)
     finally:
+        if collects:
+            gc.enable()
         torch.set_num_threads(before)
 
 
@@ -55,27 +67,22 @@ def read_ahead(found: Found) -> None:
     for path in sorted({e.file for _, e in found.tensors})[:SHARDS_AT_ONCE]:
         fd = os.open(path, os.O_RDONLY)
         try:
-            os.posix_fadvise(fd, 0, RUN_BYTES, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(fd, 0, AHEAD, os.POSIX_FADV_WILLNEED)
         finally:
             os.close(fd)
 
 
-def _split(read: Read) -> Iterator[Read]:
-    for a in range(0, read.stored, AT_ONCE):
-        yield Read(read.entry, a, read.dest[a : a + AT_ONCE])
-
-
-def _runs(reads: list[Read | Convert]) -> Iterator[list[Read | Convert]]:
+def _runs(parts: list[Part]) -> Iterator[list[Part]]:
     """In the order of the files, in runs of about RUN_BYTES; shards interleaved so that several are read."""
-    shards: dict[Path, list[list[Read | Convert]]] = {}
+    shards: dict[Path, list[list[Part]]] = {}
     sizes: dict[Path, int] = {}
-    for read in sorted(reads, key=lambda r: (r.entry.file, r.entry.offset + r.start)):
-        file = read.entry.file
+    for part in sorted(parts, key=lambda p: (p.file, p.begin)):
+        file = part.file
         if file not in shards or sizes[file] >= RUN_BYTES:
             shards.setdefault(file, []).append([])
             sizes[file] = 0
-        shards[file][-1].append(read)
-        sizes[file] += read.stored
+        shards[file][-1].append(part)
+        sizes[file] += part.stored
     pending = [list(reversed(runs)) for runs in shards.values()]
     while pending:
         for runs in pending[:SHARDS_AT_ONCE]:
@@ -83,91 +90,61 @@ def _runs(reads: list[Read | Convert]) -> Iterator[list[Read | Convert]]:
         pending = [runs for runs in pending if runs]
 
 
-def _read_runs(runs: list[list[Read | Convert]], files: _Files, pool: ThreadPoolExecutor, threads: int) -> None:
-    work: queue.SimpleQueue[list[Read | Convert]] = queue.SimpleQueue()
+def _read_runs(runs: list[list[Part]], files: Files, pool: ThreadPoolExecutor, threads: int, copiers: int) -> None:
+    work: queue.SimpleQueue[list[Part]] = queue.SimpleQueue()
     for run in runs:
         work.put(run)
     stop = threading.Event()
+    staging = Staging(BUFFERS * threads, files)
 
     def reader() -> None:
-        while not stop.is_set():
-            try:
-                run = work.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                files.announce(run)
-                for read in run:
-                    if stop.is_set():
-                        return
-                    if isinstance(read, Read):
-                        populate(read.dest.data_ptr(), read.stored)
-                        files.read(read.entry, read.start, read.dest)
-                    else:
-                        _convert(read, files)
-            except BaseException:
-                stop.set()
-                raise
+        try:
+            while not stop.is_set():
+                try:
+                    run = work.get_nowait()
+                except queue.Empty:
+                    return
+                _read_run(run, files, staging, stop)
+        except BaseException:
+            stop.set()
+            raise
 
-    for done in [pool.submit(reader) for _ in range(threads)]:
+    reading = [pool.submit(reader) for _ in range(threads)]
+    copying = [pool.submit(staging.copy, stop) for _ in range(copiers)]
+    try:
+        for done in reading:
+            done.result()
+    except BaseException:
+        stop.set()
+        raise
+    finally:
+        wait(reading)
+        staging.close(copiers)
+    for done in copying:
         done.result()
 
 
-class _Files:
-    """The open files, for all threads."""
-
-    def __init__(self, paths: set[Path], on_bytes: Callable[[int], None] | None) -> None:
-        self._open = {path: os.open(path, os.O_RDONLY) for path in paths}
-        self._on_bytes = on_bytes
-        self._unreported = 0
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._report(0, 1)
-        for fd in self._open.values():
-            os.close(fd)
-
-    def announce(self, run: list[Read | Convert]) -> None:
-        """Let the kernel begin to read all of a run, so that the disk works while tensors are converted.
-
-        Not where bytes are only copied: the kernel's own reading ahead keeps the disk busy then, and takes a third less
-        processor time, since it gets memory in larger blocks.
-        """
-        if hasattr(os, "posix_fadvise") and not any(isinstance(read, Read) for read in run):
-            first = run[0]
-            length = sum(read.stored for read in run)
-            start = first.entry.offset + first.start
-            os.posix_fadvise(self._open[first.entry.file], start, length, os.POSIX_FADV_WILLNEED)
-
-    def read(self, entry: Entry, start: int, dest: Tensor) -> None:
-        """Bytes from ``start`` of the tensor on into uint8 ``dest``, all of it."""
-        fd, view = self._open[entry.file], memoryview(dest.numpy())
-        done = 0
-        while done < len(view):
-            got = os.preadv(fd, [view[done : done + AT_ONCE]], entry.offset + start + done)
-            if got == 0:
-                raise CheckpointError(
-                    f"{entry.file}: tensor {entry.name}: the file ended {len(view) - done:,} B early while being read"
-                )
-            done += got
-            self._report(got, REPORT)
-
-    def _report(self, count: int, at_least: int) -> None:
-        """Pass on what has been read once it is ``at_least`` bytes."""
-        if self._on_bytes is None:
+def _read_run(run: list[Part], files: Files, staging: Staging, stop: threading.Event) -> None:
+    file, begin, stored = run[0].file, run[0].begin, sum(part.stored for part in run)
+    # Where bytes are only copied the kernel's own reading ahead keeps the disk busy, and takes a third less processor
+    # time, since it gets memory in larger blocks.
+    if not any(isinstance(part, Piece) for part in run):
+        files.announce(file, begin, stored)
+    directly = files.directly(file, begin + stored // 2)
+    for part in run:
+        if stop.is_set():
             return
-        with self._lock:
-            self._unreported += count
-            if self._unreported < at_least:
-                return
-            count, self._unreported = self._unreported, 0
-        self._on_bytes(count)
+        if isinstance(part, Convert):
+            _convert(part, files)
+        elif directly:
+            staging.read(part)
+        else:
+            for read in part.reads:
+                populate(read.dest.data_ptr(), read.stored)
+            files.read_piece(part)
 
 
-def _convert(read: Convert, files: _Files) -> None:
+def _convert(read: Convert, files: Files) -> None:
     """Read a tensor piece by piece (all of it where it has a ``fit``) and convert it on its way."""
     dest, entry, fit = read.slot.dest, read.entry, read.slot.fit
     if len(read.item) == 2:
@@ -190,7 +167,7 @@ def _convert(read: Convert, files: _Files) -> None:
         flat[first:last].copy_(piece.view(dtype))
 
 
-def _convert_mxfp4(dest: Tensor, packed: Entry, scale: Entry, files: _Files) -> None:
+def _convert_mxfp4(dest: Tensor, packed: Entry, scale: Entry, files: Files) -> None:
     """Decode rows at a time."""
     (rows, half), groups = packed.shape, scale.shape[1]
     step = max(1, STAGE // (half + groups))
