@@ -30,12 +30,15 @@ from k3stack.kernels.moe import reference as moe_reference
 from k3stack.kernels.moe import triton as moe
 from k3stack.kernels.moe import triton_decode
 from k3stack.kernels.moe.triton_decode import Warps
-from k3stack.kernels.mxfp4.weight import Mxfp4Weight
+from k3stack.kernels.mxfp4.weight import Mxfp4Weight, in_tiles
 
 DEVICE = torch.device("cuda", 0)
 EXPERTS, ALL, TOP_K, LATENT, INNER = 56, 896, 16, 3584, 3072
-BASE = Warps(2, 2)
-WARPS = [Warps(*w) for w in ((2, 2), (2, 2, 2), (2, 1), (1, 4), (4, 1), (4, 1, 2), (8, 1), (8, 1, 2))]
+BASE = triton_decode.SOME[0]
+WARPS = [
+    *(Warps(*w, registers=96) for w in ((1, 4, 2), (1, 4), (1, 4, 1, 3), (1, 4, 1, 2), (1, 2), (2, 2))),
+    *(Warps(*w, registers=80) for w in ((1, 4), (2, 2), (4, 1), (4, 1, 1, 2), (8, 1, 1, 2))),
+]
 TILES = [
     *(Tile(*t) for t in ((16, 128, 4, 4), (32, 128, 4, 3), (16, 64, 4, 4), (16, 64, 4, 3), (32, 64, 4, 4))),
     *(Tile(*t, True, 4096) for t in ((16, 128, 4, 6), (16, 256, 4, 3), (16, 128, 4, 4))),
@@ -58,6 +61,7 @@ ACT = Glu("situ", 4.0, 25.0, situ)
 
 
 def weights(rows: int, columns: int) -> Mxfp4Weight:
+    """In the stored order."""
     packed = torch.empty(EXPERTS, rows, columns // 2, dtype=torch.uint8, device=DEVICE).random_(0, 256)
     scale = torch.empty(EXPERTS, rows, columns // 32, dtype=torch.uint8, device=DEVICE).random_(118, 122)
     return Mxfp4Weight(packed, scale)
@@ -80,7 +84,7 @@ def experts(given: tuple[Tensor, ...], w13: Mxfp4Weight, w2: Mxfp4Weight, warps:
 
 def compile_some(share: tuple[int, int, tuple[int, ...]]) -> None:
     """Fill Triton's cache with every ``share[1]``-th shape."""
-    w13, w2 = weights(2 * INNER, LATENT), weights(LATENT, INNER)
+    w13, w2 = in_tiles(weights(2 * INNER, LATENT), weights(LATENT, INNER))
     for warps in WARPS[share[0] :: share[1]]:
         experts(inputs(4, 0), w13, w2, (warps, warps))
     for tile in TILES[share[0] :: share[1]]:
@@ -114,7 +118,7 @@ def best(found: list[dict[str, Any]], key: str) -> None:
 
 
 def measure_experts(batches: list[int]) -> None:
-    w13, w2 = weights(2 * INNER, LATENT), weights(LATENT, INNER)
+    w13, w2 = in_tiles(weights(2 * INNER, LATENT), weights(LATENT, INNER))
     for batch in batches:
         given = [inputs(batch, i) for i in range(8 if batch == 1 else 3)]
         touched = sum(int((g[1].unique() < EXPERTS).sum()) for g in given) / len(given)
@@ -129,7 +133,7 @@ def measure_experts(batches: list[int]) -> None:
             both = (warps, BASE) if side == 0 else (BASE, warps)
             off = relative(experts(given[0], w13, w2, both), expected)
             us = each([lambda g=g, w=both: experts(g, w13, w2, w) for g in given])
-            shape = [warps.columns, warps.rows, warps.unroll]
+            shape = [warps.columns, warps.rows, warps.unroll, warps.stages, warps.registers]
             found.append({"experts": round(touched, 1), "batch": batch, "side": side, "warps": shape,
                           "us": round(us, 1), "tb_s": round(nbytes / us / 1e6, 3), "off": round(off, 4)})  # fmt: skip
         found.sort(key=lambda e: (e["side"], e["us"]))

@@ -44,7 +44,7 @@ TYPES = {
     torch.uint8: "u8",
     torch.float8_e4m3fn: "fp8e4nv",
 }
-OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 
 
 def compile_launch(kernel: Any, *args: Any, **options: Any) -> Any:
@@ -104,8 +104,9 @@ def ints(*shape: int) -> Tensor:
     return m(*shape, dtype=torch.int64)
 
 
-def packed(e: int, rows: int, columns: int) -> Mxfp4Weight:
-    return Mxfp4Weight(m(e, rows, columns // 2, dtype=torch.uint8), m(e, rows, columns // 32, dtype=torch.uint8))
+def packed(e: int, rows: int, columns: int, tiled: bool = True) -> Mxfp4Weight:
+    own = m(e, rows, columns // 2, dtype=torch.uint8), m(e, rows, columns // 32, dtype=torch.uint8)
+    return Mxfp4Weight(*own, tiled)
 
 
 def glu(kind: str) -> Glu:
@@ -177,6 +178,9 @@ def experts_packed() -> None:
         ids, weights = ints(tokens, 16), m(tokens, 16, dtype=F32)
         w13, w2 = packed(56, 6144, 3584), packed(56, 3584, 3072)
         moe.experts(m(tokens, 3584), ids, weights, w13, w2, glu("situ"), 56, 896)
+    for tokens in (4, 512):
+        w13, w2 = packed(8, 192, 160, False), packed(8, 160, 96, False)
+        moe.experts(m(tokens, 160), ints(tokens, 2), m(tokens, 2, dtype=F32), w13, w2, glu("situ"))
 
 
 def experts_plain() -> None:

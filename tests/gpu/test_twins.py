@@ -28,7 +28,7 @@ from k3stack.kernels.moe import triton as moe
 from k3stack.kernels.moe import triton_chunk, triton_decode
 from k3stack.kernels.mxfp4 import cpu as mxfp4
 from k3stack.kernels.mxfp4.triton import halves
-from k3stack.kernels.mxfp4.weight import Mxfp4Weight
+from k3stack.kernels.mxfp4.weight import Mxfp4Weight, in_tiles
 from k3stack.kernels.norm import reference as norm_reference
 from k3stack.kernels.norm import triton as norm
 from k3stack.kernels.residual import reference as residual_reference
@@ -345,18 +345,20 @@ def test_experts(dtype: torch.dtype, kind: str, packed: bool, tokens: int, first
     same(mine.cpu(), theirs, dtype)
 
 
-@pytest.mark.parametrize(("columns", "rows", "tokens", "lone"), [(1, 2, 9, False), (4, 1, 1, True), (2, 1, 1, False)])
+@pytest.mark.parametrize(("columns", "rows", "tokens", "lone"), [(1, 4, 9, False), (4, 2, 1, True), (2, 4, 1, False)])
 def test_experts_of_a_decode_step(dtype: torch.dtype, columns: int, rows: int, tokens: int, lone: bool) -> None:
     """MXFP4 and bfloat16 activations, whatever the dtype of the others; experts with none, few and many tokens."""
-    here, width, inner, top_k, first = 2, 160 if columns > 1 else 64, 32, 2, 1
+    here, width, inner, top_k, first = 2, 384 if columns > 1 else 128, 128, 2, 1
     x = draw(tokens, width + 8, dtype=torch.bfloat16)[:, :width]
-    w13, w2 = encode(draw(here, 2 * inner, width, seed=1, scale=0.4)), encode(draw(here, width, inner, seed=2))
+    drawn = draw(here, 2 * inner, width, seed=1, scale=0.4), draw(here, width, inner, seed=2)
+    w13, w2 = in_tiles(*(encode(w) for w in drawn))
+    assert w13.tiled
     liking = draw(tokens, here + 2, seed=3)
     liking[:, 1] = 9.0  # an expert that all choose
     ids = liking.topk(top_k, dim=-1).indices
     weights = torch.softmax(draw(tokens, top_k, seed=4), -1)
     act = Glu("situ", 4.0, 25.0, lambda t: slow_glu(t, True))
-    warps = triton_decode.Warps(columns, rows)
+    warps = triton_decode.Warps(columns, rows, stages=2)
     groups = (ids, first) if lone else moe.group(ids, here, first)
     each = triton_decode.results(x, w13, w2, act, groups, top_k, (warps, warps), asm=not INTERPRETED)
     mine = moe.add_up(each, ids, weights, first, here)
@@ -375,7 +377,7 @@ def test_experts_of_a_chunk(dtype: torch.dtype, packed: bool, more: int) -> None
     tokens, total, here, first, width, inner, top_k = 70, 6, 4, 1, 256, 128, 2
     x = draw(tokens, width + 16, dtype=dtype)[:, :width]
     drawn = draw(here, 2 * inner, width, seed=1, scale=0.4), draw(here, width, inner, seed=2)
-    w13, w2 = (encode(w) if packed else w.to(dtype) for w in drawn)
+    w13, w2 = in_tiles(*(encode(w) for w in drawn)) if packed else [w.to(dtype) for w in drawn]
     popularity = torch.tensor([1.0, 2.0, -9.0, 0.0, -1.5, 1.0], device=DEVICE)
     ids = (draw(tokens, total, seed=3) + popularity).topk(top_k, dim=-1).indices
     weights = torch.softmax(draw(tokens, top_k, seed=4), -1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,6 +75,8 @@ class Kernels:
     """``linear`` plus a tensor, which may be overwritten."""
     linear_both: Callable[[Tensor, Weight, Tensor, Weight], Tensor] | None = None
     """The sum of two ``linear`` of as many outputs, in one."""
+    arrange_experts: Callable[..., tuple[Any, Any]] | None = None
+    """Brings the stacked experts' MXFP4 weights into the order that ``experts`` takes, once they are loaded."""
     mix_norm: Callable[..., tuple[Tensor | None, Tensor | None]] | None = None
     """Addition, residual mix and norm in one (``residual.triton.mix_norm``)."""
 
@@ -153,6 +156,7 @@ def _triton(dtype: torch.dtype) -> Kernels:
     from k3stack.kernels.mla import cuda as mla_cuda
     from k3stack.kernels.mla import triton as fast_mla
     from k3stack.kernels.moe import triton as fast_moe
+    from k3stack.kernels.mxfp4.weight import in_tiles
     from k3stack.kernels.norm import triton as fast_norm
     from k3stack.kernels.residual import triton as fast_residual
 
@@ -186,6 +190,7 @@ def _triton(dtype: torch.dtype) -> Kernels:
         stacked_experts=True,
         kda_step=fast_kda.decode_step,
         kda_chunks=fast_kda_chunk.chunks,
+        arrange_experts=in_tiles if dtype == torch.bfloat16 else None,
         choose=fast_moe.choose,
         linear_plus=fast_linear.linear_plus,
         linear_both=fast_linear.linear_both,

@@ -4,8 +4,9 @@ Tokens are first copied expert after expert. A product is formed transposed, wei
 instruction takes its first operand from registers, so that an unpacked MXFP4 weight never passes through memory. One
 program unpacks each of its weights once for as many tokens as two accumulators hold (``Tiles.m`` and ``Tiles.more``).
 
-A byte of MXFP4 holds two neighbouring columns. Unpacked, the even columns of a tile come first, then the odd ones;
-activations are stored in the same order, tile by tile (``_column``), and nothing has to be interleaved.
+MXFP4 weights lie in the order of ``mxfp4.tiles``: half a word has four columns that are two apart. Unpacked, the first
+columns of all halves come first, then the second ones, and so on; activations are stored in the same order, ``K``
+columns by ``K`` columns (``_column``), and nothing has to be interleaved.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from k3stack.kernels import launch as start
 from k3stack.kernels.activation.glu import Glu
 from k3stack.kernels.activation.triton import glu
-from k3stack.kernels.mxfp4.triton import SHIFT, unpack
+from k3stack.kernels.mxfp4.triton import SHIFT, unpack_tiles
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 
 Experts = Tensor | Mxfp4Weight
@@ -59,7 +60,8 @@ PLACED = 1024
 def _column(d, K: tl.constexpr, PACKED: tl.constexpr):
     """The column that is stored at place ``d``."""
     if PACKED:
-        return d // K * K + d % (K // 2) * 2 + d % K // (K // 2)
+        half = d % (K // 4)
+        return d // K * K + half // 2 * 8 + half % 2 + d % K // (K // 4) * 2
     else:
         return d
 
@@ -104,7 +106,8 @@ def _gather_kernel(
 def _scales(scale, rows, step, WIDTH: tl.constexpr, K: tl.constexpr):
     """Scales of one pass's columns; after the last pass once more its own."""
     g = tl.minimum(step, WIDTH // K - 1) * (K // 32) + tl.arange(0, K // 32)
-    return tl.load(scale + rows[:, None] * (WIDTH // 32) + g[None, :])
+    row = rows // 16 * (WIDTH // 2) + rows % 8 * 8 + rows % 16 // 8
+    return tl.load(scale + row[:, None] + (g // 4 * 64 + g % 4 * 2)[None, :])
 
 
 @triton.jit
@@ -114,12 +117,14 @@ def _weights(
 ):  # fmt: skip
     """One pass's columns of N weight rows [N, K]. byte [N, K / 32]: their scales."""
     if PACKED:
-        c = step * (K // 2) + tl.arange(0, K // 2)
-        codes = tl.load(w + rows[:, None] * (WIDTH // 2) + c[None, :])
-        byte = tl.reshape(tl.broadcast_to(byte[:, :, None], [N, K // 32, 16]), [N, K // 2])
-        low, high = unpack(codes, byte, tl.bfloat16 == DTYPE)
-        both = tl.join(low.to(DTYPE), high.to(DTYPE))
-        return tl.reshape(tl.permute(both, (0, 2, 1)), [N, K])
+        PER: tl.constexpr = 128 // K
+        at = step // PER * 512 + step % PER * (K // 4) + tl.arange(0, K // 4)
+        row = rows // 16 * (WIDTH * 4) + rows % 16 * 32
+        halves = tl.load(w + row[:, None] + at[None, :])
+        byte = tl.reshape(tl.broadcast_to(byte[:, :, None], [N, K // 32, 8]), [N, K // 4])
+        a, b, c, d = unpack_tiles(halves, byte, tl.bfloat16 == DTYPE)
+        four = tl.join(tl.join(a.to(DTYPE), b.to(DTYPE)), tl.join(c.to(DTYPE), d.to(DTYPE)))
+        return tl.reshape(tl.permute(four, (0, 3, 2, 1)), [N, K])
     else:
         return tl.load(w + rows[:, None] * WIDTH + (step * K + tl.arange(0, K))[None, :])
 
@@ -132,16 +137,32 @@ def _tokens(x, step, WIDTH: tl.constexpr, M: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
+def _all_done(THREADS: tl.constexpr):
+    """Products that are under way have been formed. They read weights from registers, which the compiler takes for free
+    as soon as a product has begun, and fills with the next ones (seen with Triton 3.6: wrong results)."""
+    if THREADS:
+        tl.inline_asm_elementwise(
+            "wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;",
+            "=r,r",
+            [tl.arange(0, THREADS)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def _in_kernel(
     x, w, scale, counts, out, experts, beta, linear_beta, factor,
     WIDTH: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr, SITU: tl.constexpr, PACKED: tl.constexpr,
     M: tl.constexpr, MORE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PASSES: tl.constexpr,
+    THREADS: tl.constexpr,
 ):  # fmt: skip
     """N inner columns of one expert's tokens: gate, up, activation."""
     expert = tl.program_id(1).to(tl.int64)
     count = tl.load(counts + expert)
     first = _before(counts, expert, experts, EXPERTS).to(tl.int64)
-    PER: tl.constexpr = 2 if PACKED else 1
+    PER: tl.constexpr = 4 if PACKED else 1
     DTYPE: tl.constexpr = x.dtype.element_ty
     w += expert * 2 * INNER * (WIDTH // PER)
     w_up = w + INNER * (WIDTH // PER)
@@ -173,10 +194,12 @@ def _in_kernel(
             gate = tl.dot(a, t, gate, input_precision="ieee")
             if MORE:
                 gate_2 = tl.dot(a, t_2, gate_2, input_precision="ieee")
+            _all_done(THREADS)
             a = _weights(w_up, byte_up, rows, step, WIDTH, N, K, PACKED, DTYPE)
             up = tl.dot(a, t, up, input_precision="ieee")
             if MORE:
                 up_2 = tl.dot(a, t_2, up_2, input_precision="ieee")
+            _all_done(THREADS)
             if PACKED:
                 byte = next_byte
                 byte_up = next_up
@@ -203,12 +226,13 @@ def _out_kernel(
     x, w, scale, counts, out, experts, factor,
     INNER: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, PACKED: tl.constexpr,
     M: tl.constexpr, MORE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PASSES: tl.constexpr,
+    THREADS: tl.constexpr,
 ):  # fmt: skip
     """N columns of the down product of one expert's tokens."""
     expert = tl.program_id(1).to(tl.int64)
     count = tl.load(counts + expert)
     first = _before(counts, expert, experts, EXPERTS).to(tl.int64)
-    PER: tl.constexpr = 2 if PACKED else 1
+    PER: tl.constexpr = 4 if PACKED else 1
     DTYPE: tl.constexpr = x.dtype.element_ty
     w += expert * WIDTH * (INNER // PER)
     scale += expert * WIDTH * (INNER // 32)
@@ -231,6 +255,7 @@ def _out_kernel(
             acc = tl.dot(a, t, acc, input_precision="ieee")
             if MORE:
                 acc_2 = tl.dot(a, t_2, acc_2, input_precision="ieee")
+            _all_done(THREADS)
             if PACKED:
                 byte = next_byte
         to = out + (first + m0) * WIDTH
@@ -265,9 +290,11 @@ def plan_for(w13: Experts) -> Plan:
 
 
 def fits(w13: Experts, plan: Plan | None = None) -> bool:
-    """Whether all sizes are whole tiles."""
+    """Whether all sizes are whole tiles, and MXFP4 is in the order that the kernels take."""
     _, double, width = w13.shape
     plan, inner = plan or plan_for(w13), double // 2
+    if isinstance(w13, Mxfp4Weight) and not w13.tiled:
+        return False
     return not (width % plan.k or inner % plan.k or inner % plan.into.n or width % plan.out.n)
 
 
@@ -320,7 +347,7 @@ def experts(
         INNER=inner,
         SITU=activation.kind == "situ",
         **shared,
-        **_options(plan.into, plan.k),
+        **_options(plan.into, plan.k, packed),
     )
     results = grouped
     start.launch(
@@ -330,7 +357,7 @@ def experts(
         INNER=inner,
         WIDTH=width,
         **shared,
-        **_options(plan.out, plan.k),
+        **_options(plan.out, plan.k, packed),
     )
     out = torch.empty(tokens, width, dtype=x.dtype, device=device)
     start.launch(
@@ -345,9 +372,11 @@ def experts(
 
 
 def _parts(w: Experts) -> tuple[Tensor, Tensor]:
-    return (w.packed, w.scale) if isinstance(w, Mxfp4Weight) else (w, w)
+    return (w.packed.view(torch.int16), w.scale) if isinstance(w, Mxfp4Weight) else (w, w)
 
 
-def _options(t: Tiles, k: int) -> dict[str, Any]:
+def _options(t: Tiles, k: int, packed: bool) -> dict[str, Any]:
     sizes = {"M": t.m, "MORE": t.more, "N": t.n, "K": k, "PASSES": PASSES}
+    # Only weights that are unpacked come from registers.
+    sizes["THREADS"] = 32 * t.warps if packed and not start.INTERPRETED else 0
     return {**sizes, "num_warps": t.warps, "num_stages": t.stages}

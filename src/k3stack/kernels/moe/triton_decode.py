@@ -1,16 +1,17 @@
 """MXFP4 experts of a decode step: few tokens an expert, so what counts is how fast the weights' bytes are taken in.
 
-Written a thread at a time: every tensor here has one value a thread, so that the codes go from memory straight to where
-a matrix instruction (m16n8k16) wants them, and no weight passes through shared memory. A warp takes 16 rows of two
-matrices and 8 tokens. Of 128 columns a thread reads 16 bytes of two rows: one group of 32 columns each, which has one
-scale. In a word of 8 codes the nibbles i and i + 4 become one register of two bfloat16 numbers by two shifts and two
-logic operations; the activations of columns i and i + 4 are brought together to match. The next columns' codes are
-read before the present ones are multiplied. Products are exact, sums in fp32.
+Written a thread at a time: every tensor here has one value a thread. Weights lie in the order of ``mxfp4.tiles``. A
+warp takes the strips of 16 rows of two matrices and 8 tokens; the tiles of 128 columns of both strips are copied to
+shared memory one after the other, some of them ahead, every thread copying what it will take itself: 16 bytes each of
+two rows of a strip, one group of 32 columns with one scale. They are as a matrix instruction (m16n8k16) wants them: a
+word of 8 codes becomes four registers of two neighbouring columns by seven logic operations and four multiplications,
+and activations are taken as they lie in memory. Products are exact, sums in fp32.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +22,7 @@ from k3stack.kernels import launch as start
 from k3stack.kernels.activation.glu import Glu
 from k3stack.kernels.activation.triton import glu
 from k3stack.kernels.launch import await_inputs
+from k3stack.kernels.mxfp4.tiles import COLUMNS
 from k3stack.kernels.mxfp4.triton import SHIFT
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 
@@ -31,41 +33,64 @@ TILE, TOKENS = 16, 8
 @dataclass(frozen=True, slots=True)
 class Warps:
     """Of one program: ``columns`` warps share the columns of the same rows, ``rows`` times over; steps of the loop are
-    ``unroll``ed."""
+    ``unroll``ed. A warp has room for ``stages`` (2 to 4) tiles of each strip in shared memory, where they arrive one
+    after the other; a thread has at most so many ``registers``."""
 
     columns: int
     rows: int
     unroll: int = 1
+    stages: int = 4
+    registers: int | None = None
 
 
-ONE = (Warps(4, 1, 2), Warps(8, 1, 2))
-SOME = (Warps(2, 2), Warps(2, 2))
+ONE = (Warps(4, 1, registers=80), Warps(8, 1, stages=2, registers=80))
+SOME = (Warps(1, 4, 2, registers=96), Warps(1, 4, 2, registers=96))
 """Of the product into the experts and the one out of them: for one token, and for more (``benchmarks.tiles``)."""
 
-# 256 bytes come into the cache where 16 are read: the others are the next steps' and the neighbouring warps'.
-_LOAD = tl.constexpr("ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];")
-_LOAD_IF = tl.constexpr("""
+_STAGE = tl.constexpr(4 * 512 + 2 * 128)
+"""Bytes of one stage of a warp: 16 a thread for two rows of two strips, and 4 that hold its two scales of each."""
+# Every thread copies what it will take itself, so that nothing has to be waited for but its own copies.
+_COPY = tl.constexpr("""
 {
-.reg .pred p; .reg .b32 a, b, c, d;
-setp.ne.b32 p, $5, 0;
-mov.b32 a, 0; mov.b32 b, 0; mov.b32 c, 0; mov.b32 d, 0;
-@p ld.global.nc.v4.b32 {a, b, c, d}, [$4];
-prmt.b32 $0, a, c, 0x5410; prmt.b32 $1, a, c, 0x7632; prmt.b32 $2, b, d, 0x5410; prmt.b32 $3, b, d, 0x7632;
+.reg .pred p;
+setp.ne.b32 p, $6, 0;
+@p cp.async.cg.shared.global.L2::256B [$1], [$2], 16;
+@p cp.async.cg.shared.global.L2::256B [$1 + 512], [$2 + 512], 16;
+@p cp.async.cg.shared.global.L2::256B [$1 + 1024], [$3], 16;
+@p cp.async.cg.shared.global.L2::256B [$1 + 1536], [$3 + 512], 16;
+@p cp.async.ca.shared.global [$7 + 2048], [$4], 4;
+@p cp.async.ca.shared.global [$7 + 2176], [$5], 4;
+cp.async.commit_group;
+mov.b32 $0, 0;
 }
+""")
+_TAKE = tl.constexpr("""
+ld.shared.v4.b32 {$0, $1, $2, $3}, [$18];
+ld.shared.v4.b32 {$4, $5, $6, $7}, [$18 + 512];
+ld.shared.v4.b32 {$8, $9, $10, $11}, [$18 + 1024];
+ld.shared.v4.b32 {$12, $13, $14, $15}, [$18 + 1536];
+ld.shared.b32 $16, [$19 + 2048];
+ld.shared.b32 $17, [$19 + 2176];
+""")
+_LOAD_ACTIVATIONS = tl.constexpr("""
+ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$16];
+ld.global.nc.v4.b32 {$4, $5, $6, $7}, [$16 + 16];
+ld.global.nc.v4.b32 {$8, $9, $10, $11}, [$16 + 32];
+ld.global.nc.v4.b32 {$12, $13, $14, $15}, [$16 + 48];
 """)
 # Codes come out 2^-126 times what they stand for: the bits of e2m1 below bfloat16's sign, in the lowest bits of its
 # exponent and the highest of its mantissa (0.5 is a subnormal number). lop3 with 0xEA is (a and b) or c.
 _WORD = tl.constexpr("""
 {
 .reg .b32 s, m, p0, p1, p2, p3, r0, r1, r2, r3; .reg .f32 d0, d1, d2, d3;
-shl.b32 s, $4, 12; shl.b32 m, $4, 6; and.b32 m, m, 0x01C001C0; lop3.b32 p0, s, 0x80008000, m, 0xEA;
-shl.b32 s, $4, 8; shl.b32 m, $4, 2; and.b32 m, m, 0x01C001C0; lop3.b32 p1, s, 0x80008000, m, 0xEA;
-shl.b32 s, $4, 4; shr.b32 m, $4, 2; and.b32 m, m, 0x01C001C0; lop3.b32 p2, s, 0x80008000, m, 0xEA;
-shr.b32 m, $4, 6; and.b32 m, m, 0x01C001C0; lop3.b32 p3, $4, 0x80008000, m, 0xEA;
-shl.b32 s, $5, 12; shl.b32 m, $5, 6; and.b32 m, m, 0x01C001C0; lop3.b32 r0, s, 0x80008000, m, 0xEA;
-shl.b32 s, $5, 8; shl.b32 m, $5, 2; and.b32 m, m, 0x01C001C0; lop3.b32 r1, s, 0x80008000, m, 0xEA;
-shl.b32 s, $5, 4; shr.b32 m, $5, 2; and.b32 m, m, 0x01C001C0; lop3.b32 r2, s, 0x80008000, m, 0xEA;
-shr.b32 m, $5, 6; and.b32 m, m, 0x01C001C0; lop3.b32 r3, $5, 0x80008000, m, 0xEA;
+and.b32 p0, $4, 0x81C081C0;
+and.b32 r0, $5, 0x81C081C0;
+shl.b32 m, $4, 3; and.b32 p1, m, 0x81C081C0;
+shl.b32 m, $5, 3; and.b32 r1, m, 0x81C081C0;
+shl.b32 m, $4, 6; and.b32 m, m, 0x01C001C0; shl.b32 s, $4, 1; lop3.b32 p2, s, 0x80008000, m, 0xEA;
+shl.b32 m, $5, 6; and.b32 m, m, 0x01C001C0; shl.b32 s, $5, 1; lop3.b32 r2, s, 0x80008000, m, 0xEA;
+shr.b32 m, $4, 3; and.b32 m, m, 0x01C001C0; shl.b32 s, $4, 2; lop3.b32 p3, s, 0x80008000, m, 0xEA;
+shr.b32 m, $5, 3; and.b32 m, m, 0x01C001C0; shl.b32 s, $5, 2; lop3.b32 r3, s, 0x80008000, m, 0xEA;
 mul.rn.bf16x2 p0, p0, $6; mul.rn.bf16x2 p1, p1, $6; mul.rn.bf16x2 p2, p2, $6; mul.rn.bf16x2 p3, p3, $6;
 mul.rn.bf16x2 r0, r0, $7; mul.rn.bf16x2 r1, r1, $7; mul.rn.bf16x2 r2, r2, $7; mul.rn.bf16x2 r3, r3, $7;
 mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {d0, d1, d2, d3}, {p0, r0, p1, r1}, {$8, $9}, {$12, $13, $14, $15};
@@ -75,50 +100,82 @@ mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {p2, r2, p
 
 
 @triton.jit
-def _codes(words, at, ASM: tl.constexpr):
-    """Four neighbouring words from ``words`` + ``at`` a thread."""
-    if ASM:
-        address = (words + at).to(tl.int64)
-        return tl.inline_asm_elementwise(
-            _LOAD, "=r,=r,=r,=r,l", [address], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1
-        )
-    else:
-        return tl.load(words + at), tl.load(words + at + 1), tl.load(words + at + 2), tl.load(words + at + 3)
+def _four(words, at):
+    return tl.load(words + at), tl.load(words + at + 1), tl.load(words + at + 2), tl.load(words + at + 3)
 
 
 @triton.jit
-def _activations(x, at, live, ASM: tl.constexpr):
-    """Eight bfloat16 values from the pairs ``x`` + ``at`` on, as pairs (0, 4), (1, 5), (2, 6), (3, 7); else zeros."""
+def _room(thread, ROOM: tl.constexpr, ASM: tl.constexpr):
+    """Where this program's shared memory for tiles begins."""
     if ASM:
-        address = (x + at).to(tl.int64)
+        return tl.inline_asm_elementwise(ROOM, "=r,r", [thread], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        return thread
+
+
+@triton.jit
+def _copy(place, codes_a, codes_b, scales_a, scales_b, live, lane):
+    """Start copying a thread's part of a tile of each strip to ``place`` in shared memory, where ``live``."""
+    tl.inline_asm_elementwise(
+        _COPY,
+        "=r,r,l,l,l,l,r,r",
+        [
+            place + lane * 16, codes_a.to(tl.int64), codes_b.to(tl.int64), scales_a.to(tl.int64),
+            scales_b.to(tl.int64), live.to(tl.int32), place + lane * 4,
+        ],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _take(place, lane, STAGES: tl.constexpr):
+    """Wait for the oldest stage. Of each strip: eight words (four of row r, four of row r + 8); then both's scales."""
+    WAIT: tl.constexpr = (
+        "cp.async.wait_group 0;"
+        if STAGES == 2
+        else "cp.async.wait_group 1;"
+        if STAGES == 3
+        else "cp.async.wait_group 2;"
+    )
+    return tl.inline_asm_elementwise(
+        WAIT + _TAKE,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+        [place + lane * 16, place + lane * 4],
+        dtype=(tl.int32,) * 18,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _activations(x, ASM: tl.constexpr):
+    """32 neighbouring bfloat16 values a thread, as 16 pairs."""
+    if ASM:
         return tl.inline_asm_elementwise(
-            _LOAD_IF,
-            "=r,=r,=r,=r,l,r",
-            [address, live.to(tl.int32)],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            _LOAD_ACTIVATIONS,
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,l",
+            [x.to(tl.int64)],
+            dtype=(tl.int32,) * 16,
             is_pure=False,
             pack=1,
         )
     else:
-        a = tl.load(x + at, mask=live, other=0)
-        b = tl.load(x + at + 1, mask=live, other=0)
-        c = tl.load(x + at + 2, mask=live, other=0)
-        d = tl.load(x + at + 3, mask=live, other=0)
-        low = 65535
-        high = -65536
-        return (
-            (a & low) | (c << 16),
-            ((a >> 16) & low) | (c & high),
-            (b & low) | (d << 16),
-            ((b >> 16) & low) | (d & high),
-        )
+        return _four(x, 0) + _four(x, 4) + _four(x, 8) + _four(x, 12)
 
 
 @triton.jit
-def _pair(word, factor, LEFT: tl.constexpr, BITS: tl.constexpr):
-    """One register of two codes as two fp32 numbers, scaled."""
-    m = word << BITS if BITS >= 0 else word >> -BITS
-    p = ((word << LEFT) & -2147450880) | (m & 0x01C001C0)
+def _pair(word, factor, I: tl.constexpr):
+    """The ``I``-th register of two codes as two fp32 numbers, scaled."""
+    if I == 0:
+        p = word & -2118024768
+    elif I == 1:
+        p = (word << 3) & -2118024768
+    elif I == 2:
+        p = ((word << 6) & 0x01C001C0) | ((word << 1) & -2147450880)
+    else:
+        p = ((word >> 3) & 0x01C001C0) | ((word << 2) & -2147450880)
     scale = (factor << 16).to(tl.float32, bitcast=True)
     return (p << 16).to(tl.float32, bitcast=True) * scale, (p & -65536).to(tl.float32, bitcast=True) * scale
 
@@ -130,11 +187,12 @@ def _rows_by_tokens(a, b, PER: tl.constexpr):
 
 
 @triton.jit
-def _word_in_steps(word, factor, x, PER: tl.constexpr):
+def _word_in_steps(word, factor, x0, x1, x2, x3, PER: tl.constexpr):
     """Products of 8 rows and 8 tokens a warp over the columns of the words, as the two values a thread."""
     acc = tl.zeros([PER, 8, 8], tl.float32)
+    x = (x0, x1, x2, x3)
     for i in tl.static_range(4):
-        low, high = _pair(word, factor, 12 - 4 * i, 6 if i == 0 else 2 if i == 1 else -2 if i == 2 else -6)
+        low, high = _pair(word, factor, i)
         acc += _rows_by_tokens(low, (x[i] << 16).to(tl.float32, bitcast=True), PER)
         acc += _rows_by_tokens(high, (x[i] & -65536).to(tl.float32, bitcast=True), PER)
     even, odd = tl.split(tl.reshape(acc, [PER, 8, 4, 2]))
@@ -142,103 +200,112 @@ def _word_in_steps(word, factor, x, PER: tl.constexpr):
 
 
 @triton.jit
-def _word(a, b, fa, fb, x, c, PER: tl.constexpr, ASM: tl.constexpr):
+def _word(a, b, fa, fb, x0, x1, x2, x3, c, PER: tl.constexpr, ASM: tl.constexpr):
     """Add the products of two words (rows r and r + 8) to a thread's four sums."""
     if ASM:
         return tl.inline_asm_elementwise(
             _WORD,
             "=f,=f,=f,=f,r,r,r,r,r,r,r,r,f,f,f,f",
-            [a, b, fa, fb, x[0], x[1], x[2], x[3], c[0], c[1], c[2], c[3]],
+            [a, b, fa, fb, x0, x1, x2, x3, c[0], c[1], c[2], c[3]],
             dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=False,
+            is_pure=True,
             pack=1,
         )
     else:
-        d0, d1 = _word_in_steps(a, fa, x, PER)
-        d2, d3 = _word_in_steps(b, fb, x, PER)
+        d0, d1 = _word_in_steps(a, fa, x0, x1, x2, x3, PER)
+        d2, d3 = _word_in_steps(b, fb, x0, x1, x2, x3, PER)
         return c[0] + d0, c[1] + d1, c[2] + d2, c[3] + d3
 
 
 @triton.jit
-def _factor(scale):
-    """The scale of a group as bfloat16, twice in a register; see SHIFT."""
-    return tl.minimum(scale.to(tl.int32) + (126 - SHIFT), 254) * 0x00800080
-
-
-@triton.jit
-def _four_words(packed, r0, r1, r2, r3, at, ASM: tl.constexpr):
-    """The next 16 bytes of four rows."""
-    return (
-        _codes(packed, (r0 + at) * 4, ASM),
-        _codes(packed, (r1 + at) * 4, ASM),
-        _codes(packed, (r2 + at) * 4, ASM),
-        _codes(packed, (r3 + at) * 4, ASM),
-    )
-
-
-@triton.jit
-def _four_scales(scale, r0, r1, r2, r3, at):
-    return tl.load(scale + r0 + at), tl.load(scale + r1 + at), tl.load(scale + r2 + at), tl.load(scale + r3 + at)
-
-
-@triton.jit
-def _two_rows(a, b, sa, sb, x0, x1, x2, x3, c, PER: tl.constexpr, ASM: tl.constexpr):
-    """Add the products of 16 bytes each of rows r and r + 8 to a thread's four sums."""
-    fa = _factor(sa)
-    fb = _factor(sb)
-    c = _word(a[0], b[0], fa, fb, x0, c, PER, ASM)
-    c = _word(a[1], b[1], fa, fb, x1, c, PER, ASM)
-    c = _word(a[2], b[2], fa, fb, x2, c, PER, ASM)
-    c = _word(a[3], b[3], fa, fb, x3, c, PER, ASM)
+def _tile(w, I: tl.constexpr, scales, live, x, c, PER: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr):
+    """Add the products of the tile at ``w[I]`` to a thread's four sums. scales: the bytes of rows r and r + 8 (see
+    SHIFT), and others above them."""
+    fa = (scales & 255) * 0x00800080 + (126 - SHIFT) * 0x00800080
+    fb = ((scales >> 8) & 255) * 0x00800080 + (126 - SHIFT) * 0x00800080
+    if not EVEN:
+        fa = tl.where(live, fa, 0)
+        fb = tl.where(live, fb, 0)
+    c = _word(w[I], w[I + 4], fa, fb, x[0], x[1], x[2], x[3], c, PER, ASM)
+    c = _word(w[I + 1], w[I + 5], fa, fb, x[4], x[5], x[6], x[7], c, PER, ASM)
+    c = _word(w[I + 2], w[I + 6], fa, fb, x[8], x[9], x[10], x[11], c, PER, ASM)
+    c = _word(w[I + 3], w[I + 7], fa, fb, x[12], x[13], x[14], x[15], c, PER, ASM)
     return c
 
 
 @triton.jit
 def _sums(
-    x, live, packed, scale, first, second, limit, groups, q, kw,
+    x, packed, scale, first, second, tiles, room, thread,
     KW: tl.constexpr, PER: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """A thread's sums over its warp's share of the columns: rows ``first`` and ``second`` (and 8 below each) times
-    tokens. x: int32 pointers to the thread's token; rows of ``limit`` and more are read as the last one."""
-    r0 = tl.minimum(first, limit - 1) * groups
-    r1 = tl.minimum(first + 8, limit - 1) * groups
-    r2 = tl.minimum(second, limit - 1) * groups
-    r3 = tl.minimum(second + 8, limit - 1) * groups
-    zero = q.to(tl.float32) * 0.0
+    """A thread's sums over its warp's tiles of the strips ``first`` and ``second``, times tokens. x: int32 pointers to
+    the thread's token; packed, scale: int32 and int16 pointers to the expert; room: of ``_room``. WAIT: x is another
+    kernel's result."""
+    kw = thread // 32 % KW
+    lane = thread % 32
+    codes_a = packed + first * (tiles * 256) + lane * 4
+    codes_b = packed + second * (tiles * 256) + lane * 4
+    # Copies are of four bytes at least: a thread's two scales and its neighbour's.
+    pair = lane // 2 * 2 if ASM else lane
+    scales_a = scale + first * (tiles * 32) + pair
+    scales_b = scale + second * (tiles * 32) + pair
+    shift = lane % 2 * 16
+    zero = thread.to(tl.float32) * 0.0
     c = (zero, zero, zero, zero)
     d = (zero, zero, zero, zero)
-    own = kw * 4 + q
-    last = groups - 1
-    # EVEN: every step is whole; what would be read behind the last step is the last step again.
-    end = groups - KW * 4
-    at = own if EVEN else tl.minimum(own, last)
-    words = _four_words(packed, r0, r1, r2, r3, at, ASM)
-    scales = _four_scales(scale, r0, r1, r2, r3, at)
-    for step in tl.range(0, groups, KW * 4, loop_unroll_factor=UNROLL):
-        now = step + own if EVEN else tl.minimum(step + own, last)
-        here = live if EVEN else live & (step + own < groups)
-        x0 = _activations(x, now * 16, here, ASM)
-        x1 = _activations(x, now * 16 + 4, here, ASM)
-        x2 = _activations(x, now * 16 + 8, here, ASM)
-        x3 = _activations(x, now * 16 + 12, here, ASM)
-        ahead = step + KW * 4
-        at = own + tl.minimum(ahead, end) if EVEN else tl.minimum(ahead + own, last)
-        new_words = _four_words(packed, r0, r1, r2, r3, at, ASM)
-        new_scales = _four_scales(scale, r0, r1, r2, r3, at)
-        c = _two_rows(words[0], words[1], scales[0], scales[1], x0, x1, x2, x3, c, PER, ASM)
-        d = _two_rows(words[2], words[3], scales[2], scales[3], x0, x1, x2, x3, d, PER, ASM)
-        words = new_words
-        scales = new_scales
+    if ASM:
+        place = room + thread // 32 * (STAGES * _STAGE)
+        for i in tl.static_range(STAGES - 1):
+            at = kw + i * KW
+            _copy(
+                place + i * _STAGE, codes_a + at * 256, codes_b + at * 256, scales_a + at * 32, scales_b + at * 32,
+                at < tiles, lane,
+            )  # fmt: skip
+    await_inputs(WAIT)
+    x += thread % 4 * 16
+    slot = 0
+    for step in tl.range(0, tiles, KW, loop_unroll_factor=UNROLL):
+        now = step + kw
+        live = now < tiles
+        if not EVEN:
+            now = tl.minimum(now, tiles - 1)
+        if ASM:
+            w = _take(place + slot * _STAGE, lane, STAGES)
+            of_a = w[16] >> shift
+            of_b = w[17] >> shift
+            next_slot = slot + (STAGES - 1)
+            next_slot = tl.where(next_slot >= STAGES, next_slot - STAGES, next_slot)
+            at = step + kw + (STAGES - 1) * KW
+            _copy(
+                place + next_slot * _STAGE, codes_a + at * 256, codes_b + at * 256, scales_a + at * 32,
+                scales_b + at * 32, at < tiles, lane,
+            )  # fmt: skip
+            slot = tl.where(slot == STAGES - 1, 0, slot + 1)
+        else:
+            w = (
+                _four(codes_a + now * 256, 0)
+                + _four(codes_a + now * 256, 128)
+                + _four(codes_b + now * 256, 0)
+                + _four(codes_b + now * 256, 128)
+            )
+            of_a = tl.load(scales_a + now * 32).to(tl.int32)
+            of_b = tl.load(scales_b + now * 32).to(tl.int32)
+        own = _activations(x + now * 64, ASM)
+        c = _tile(w, 0, of_a, live, own, c, PER, EVEN, ASM)
+        d = _tile(w, 8, of_b, live, own, d, PER, EVEN, ASM)
     return c, d
 
 
 @triton.jit
-def _together(c, KW: tl.constexpr, RW: tl.constexpr):
-    """Sums of the warps that share rows: [RW * 32]."""
-    if KW == 1:
-        return c
-    else:
-        return tl.reshape(tl.sum(tl.reshape(c, [RW, KW, 32]), 1), [RW * 32])
+def _together(c, d, KW: tl.constexpr, RW: tl.constexpr):
+    """Sums of the warps that share rows: [RW * 32, 2 tokens, 2 rows that are 8 apart, 2 strips]."""
+    low = tl.join(tl.join(c[0], c[1]), tl.join(c[2], c[3]))
+    high = tl.join(tl.join(d[0], d[1]), tl.join(d[2], d[3]))
+    every = tl.join(low, high)
+    if KW > 1:
+        every = tl.reshape(tl.sum(tl.reshape(every, [RW, KW, 32, 2, 2, 2]), 1), [RW * 32, 2, 2, 2])
+    return every
 
 
 @triton.jit
@@ -268,80 +335,74 @@ def _choice(lists, at, LONE: tl.constexpr):
 def _in_kernel(
     x, packed, scale, lists, counts, out, x_row, width, inner, capacity, experts, beta, linear_beta, factor,
     TOPK: tl.constexpr, SITU: tl.constexpr, LONE: tl.constexpr, KW: tl.constexpr, RW: tl.constexpr,
-    UNROLL: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
+    UNROLL: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, ROOM: tl.constexpr,
+    STAGES: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """16 RW inner columns (gate and up, then the activation) of one expert's tokens, 8 at a time."""
     await_inputs(PDL)
     expert, count = _share(lists, counts, capacity, experts, LONE)
     if not LONE:
         lists += expert * capacity
-    groups = width // 32
+    tiles = width // 128
+    packed += expert * 2 * inner * (width // 8)
+    scale += expert * 2 * inner * (width // 64)
     thread = tl.arange(0, 32 * KW * RW)
-    row = (tl.program_id(0) * RW + thread // 32 // KW) * 16 + thread % 32 // 4
+    room = _room(thread, ROOM, ASM)
+    strip = tl.program_id(0) * RW + thread // 32 // KW
     # Results: threads of the warps that remain once those that shared rows are added up.
     end = tl.arange(0, 32 * RW)
     n = (tl.program_id(0) * RW + end // 32) * 16 + end % 32 // 4
     for m0 in range(0, count, 8):
-        m = m0 + thread % 32 // 4
-        pair = _choice(lists, tl.minimum(m, count - 1), LONE)
+        pair = _choice(lists, tl.minimum(m0 + thread % 32 // 4, count - 1), LONE)
         own = x + (pair // TOPK).to(tl.int64) * x_row
         c, d = _sums(
-            own, m < count, packed + expert * 2 * inner * groups * 4, scale + expert * 2 * inner * groups,
-            row, row + inner, 2 * inner, groups, thread % 4, thread // 32 % KW,
-            KW, KW * RW, UNROLL, EVEN, ASM,
+            own, packed, scale, strip, strip + inner // 16, tiles, room, thread,
+            KW, KW * RW, UNROLL, EVEN, ASM, STAGES, False,
         )  # fmt: skip
-        token = m0 + end % 4 * 2
-        to = _choice(lists, tl.minimum(token, count - 1), LONE).to(tl.int64)
-        next_to = _choice(lists, tl.minimum(token + 1, count - 1), LONE).to(tl.int64)
-        for i in tl.static_range(4):
-            to_row = out + (to if i % 2 == 0 else next_to) * inner
-            column = n + 8 * (i // 2)
-            live = (column < inner) & (token + i % 2 < count)
-            gate = _together(c[i], KW, RW) * factor
-            up = _together(d[i], KW, RW) * factor
-            _store_inner(to_row, gate, up, column, live, beta, linear_beta, SITU, DTYPE)
-
-
-@triton.jit
-def _store_inner(out, gate, up, n, live, beta, linear_beta, SITU: tl.constexpr, DTYPE: tl.constexpr):
-    """Activate, and round as the reference does."""
-    y = glu(gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32), beta, linear_beta, SITU)
-    tl.store(out + n, y.to(out.dtype.element_ty), mask=live)
+        gate, up = tl.split(_together(c, d, KW, RW) * factor)
+        # Rounded as the reference does.
+        gate = gate.to(DTYPE).to(tl.float32)
+        y = glu(gate, up.to(DTYPE).to(tl.float32), beta, linear_beta, SITU)
+        token = m0 + (end % 4 * 2)[:, None, None] + tl.arange(0, 2)[None, :, None]
+        to = _choice(lists, tl.minimum(token, count - 1), LONE).to(tl.int64) * inner
+        column = n[:, None, None] + (tl.arange(0, 2) * 8)[None, None, :]
+        tl.store(out + to + column, y.to(out.dtype.element_ty), mask=token < count)
 
 
 @triton.jit
 def _out_kernel(
     x, packed, scale, lists, counts, out, inner, width, capacity, experts, factor,
     LONE: tl.constexpr, KW: tl.constexpr, RW: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    ASM: tl.constexpr, ROOM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """32 RW columns of the down product of one expert's tokens, 8 at a time."""
-    await_inputs(PDL)
+    """32 RW columns of the down product of one expert's tokens, 8 at a time. The first weights are on their way before
+    the activations are waited for: who chose which expert was known before the kernel that these come from."""
     expert, count = _share(lists, counts, capacity, experts, LONE)
+    if count == 0:
+        await_inputs(PDL)
     if not LONE:
         lists += expert * capacity
-    groups = inner // 32
+    tiles = inner // 128
+    packed += expert * width * (inner // 8)
+    scale += expert * width * (inner // 64)
     thread = tl.arange(0, 32 * KW * RW)
-    row = (tl.program_id(0) * RW + thread // 32 // KW) * 32 + thread % 32 // 4
+    room = _room(thread, ROOM, ASM)
+    strip = (tl.program_id(0) * RW + thread // 32 // KW) * 2
     end = tl.arange(0, 32 * RW)
     n = (tl.program_id(0) * RW + end // 32) * 32 + end % 32 // 4
     for m0 in range(0, count, 8):
-        m = m0 + thread % 32 // 4
-        pair = _choice(lists, tl.minimum(m, count - 1), LONE)
+        pair = _choice(lists, tl.minimum(m0 + thread % 32 // 4, count - 1), LONE)
         own = x + pair.to(tl.int64) * (inner // 2)
         c, d = _sums(
-            own, m < count, packed + expert * width * groups * 4, scale + expert * width * groups,
-            row, row + 16, width, groups, thread % 4, thread // 32 % KW, KW, KW * RW, UNROLL, EVEN, ASM,
+            own, packed, scale, strip, strip + 1, tiles, room, thread,
+            KW, KW * RW, UNROLL, EVEN, ASM, STAGES, PDL,
         )  # fmt: skip
-        token = m0 + end % 4 * 2
-        to = _choice(lists, tl.minimum(token, count - 1), LONE).to(tl.int64)
-        next_to = _choice(lists, tl.minimum(token + 1, count - 1), LONE).to(tl.int64)
-        for i in tl.static_range(8):
-            to_row = out + (to if i % 2 == 0 else next_to) * width
-            column = n + 8 * (i // 2)
-            total = _together(c[i] if i < 4 else d[i - 4], KW, RW) * factor
-            live = (column < width) & (token + i % 2 < count)
-            tl.store(to_row + column, total.to(out.dtype.element_ty), mask=live)
+        total = _together(c, d, KW, RW) * factor
+        token = m0 + (end % 4 * 2)[:, None, None, None] + tl.arange(0, 2)[None, :, None, None]
+        to = _choice(lists, tl.minimum(token, count - 1), LONE).to(tl.int64) * width
+        column = n[:, None, None, None] + (tl.arange(0, 2) * 8)[None, None, :, None]
+        column += (tl.arange(0, 2) * 16)[None, None, None, :]
+        tl.store(out + to + column, total.to(out.dtype.element_ty), mask=token < count)
 
 
 def results(
@@ -357,9 +418,10 @@ def results(
 ) -> Tensor:
     """Each choice's expert output [T top_k, L] in bfloat16; choices of experts elsewhere are left unwritten.
 
-    x bfloat16 [T, L] (rows may lie apart); groups: lists int32 [E, T] and counts int32 [E] of the experts here
-    (``triton.group``), or for one token its choices int64 [1, top_k] and the first expert here. ``asm`` False: the same
-    arithmetic without inline assembly (Triton's interpreter has none).
+    x bfloat16 [T, L] (rows may lie apart); weights in tiles; groups: lists int32 [E, T] and counts int32 [E] of the
+    experts here (``triton.group``), or for one token its choices int64 [1, top_k] and the first expert here. Strips
+    that are no multiple of a program's are an error. ``asm`` False: the same arithmetic without inline assembly
+    (Triton's interpreter has none).
     """
     tokens, width = x.shape
     count, double, _ = w13.shape
@@ -374,8 +436,8 @@ def results(
     w = warps[0]
     start.launch(
         _in_kernel,
-        (triton.cdiv(inner, TILE * w.rows), each),
-        *(pairs, w13.packed.view(torch.int32), w13.scale, *common, hidden, pairs.stride(0), width),
+        (inner // (TILE * w.rows), each),
+        *(pairs, *_parts(w13), *common, hidden, pairs.stride(0), width),
         *(inner, groups[0].shape[1], count, activation.beta, activation.linear_beta, factor),
         TOPK=top_k,
         SITU=activation.kind == "situ",
@@ -386,8 +448,8 @@ def results(
     w = warps[1]
     start.launch(
         _out_kernel,
-        (triton.cdiv(width, 2 * TILE * w.rows), each),
-        *(hidden.view(torch.int32), w2.packed.view(torch.int32), w2.scale, *common, out, inner, width),
+        (width // (2 * TILE * w.rows), each),
+        *(hidden.view(torch.int32), *_parts(w2), *common, out, inner, width),
         *(groups[0].shape[1], count, factor),
         LONE=lone,
         **_options(w, inner, asm),
@@ -395,12 +457,20 @@ def results(
     return out
 
 
-def _options(w: Warps, width: int, asm: bool) -> dict[str, int | bool]:
+def _parts(w: Mxfp4Weight) -> tuple[Tensor, Tensor]:
+    return w.packed.view(torch.int32), w.scale.view(torch.int16)
+
+
+def _options(w: Warps, width: int, asm: bool) -> dict[str, Any]:
+    room = w.columns * w.rows * w.stages * _STAGE.value
     return {
         "KW": w.columns,
         "RW": w.rows,
         "UNROLL": w.unroll,
-        "EVEN": width % (128 * w.columns) == 0,
+        "EVEN": width % (COLUMNS * w.columns) == 0,
         "ASM": asm,
+        "ROOM": f"{{ .shared .align 128 .b8 tiles[{room}]; mov.u32 $0, tiles; }}",
+        "STAGES": w.stages,
         "num_warps": w.columns * w.rows,
+        "maxnreg": w.registers,
     }

@@ -1,7 +1,8 @@
 """MXFP4 weights unpacked in registers.
 
-The two nibbles of a byte are neighbouring columns. A product over all columns is the sum of one over the even and one
-over the odd columns, so that nothing has to be interleaved: activations are given as their even and odd halves.
+In the stored order the two nibbles of a byte are neighbouring columns. A product over all columns is the sum of one
+over the even and one over the odd columns, so that nothing has to be interleaved: activations are given as their even
+and odd halves. (The order of ``mxfp4.tiles`` needs less to unpack it.)
 """
 
 from __future__ import annotations
@@ -45,6 +46,45 @@ def unpack(codes, scale, BF16: tl.constexpr):
         factor = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
         wide = codes.to(tl.int32)
         return _value(wide & 15) * factor, _value(wide >> 4) * factor
+
+
+# The same from two halves of words in the order of ``mxfp4.tiles``.
+_UNPACK_TILES = tl.constexpr("""
+{
+.reg .b32 s, m;
+and.b32 $0, $4, 0x81C081C0;
+shl.b32 m, $4, 3; and.b32 $1, m, 0x81C081C0;
+shl.b32 m, $4, 6; and.b32 m, m, 0x01C001C0; shl.b32 s, $4, 1; lop3.b32 $2, s, 0x80008000, m, 0xEA;
+shr.b32 m, $4, 3; and.b32 m, m, 0x01C001C0; shl.b32 s, $4, 2; lop3.b32 $3, s, 0x80008000, m, 0xEA;
+}
+""")
+
+
+@triton.jit
+def unpack_tiles(halves, scale, BF16: tl.constexpr):
+    """halves int16 [N, C] of words in the order of ``mxfp4.tiles``, scale uint8 [N, C] -> columns 0 (or 1), 2, 4 and 6
+    of each word, [N, C] four times (bf16: see SHIFT; a scale is at most 192)."""
+    if BF16:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _UNPACK_TILES,
+            "=&r,=&r,=&r,=&r,r",
+            [halves],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+        bits = (scale.to(tl.int16) + (126 - SHIFT)) << 7
+        factor = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return a * factor, b * factor, c * factor, d * factor
+    else:
+        factor = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        h = halves.to(tl.int32)
+        return (
+            _value(((h >> 12) & 8) | ((h >> 6) & 7)) * factor,
+            _value(((h >> 9) & 8) | ((h >> 3) & 7)) * factor,
+            _value(((h >> 11) & 8) | (h & 7)) * factor,
+            _value(((h >> 10) & 8) | ((h >> 9) & 7)) * factor,
+        )
 
 
 @triton.jit

@@ -183,6 +183,8 @@ class MoeFfn(Part):
         for name, stacker in self.stackers.items():
             setattr(self, name, stacker.finish(getattr(self, name)))
         self.stackers = {}
+        if isinstance(self.w13, Mxfp4Weight) and self.kernels.arrange_experts is not None:
+            self.w13, self.w2 = self.kernels.arrange_experts(self.w13, self.w2)
 
     def __call__(self, x: Tensor, layer: int, capture: Capture | None) -> Tensor:
         """x [T, hidden] (normed) -> [T, hidden]."""
