@@ -22,6 +22,16 @@ ALONE = 264
 
 
 @triton.jit
+def _add_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _add_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
 def _window(windows, conv, channel, channels, TAPS: tl.constexpr, ROWS: tl.constexpr):
     """Rows of the window, and the convolution's taps, of some channels."""
     j = tl.arange(0, ROWS)[:, None]
@@ -118,24 +128,32 @@ def _decode_kernel(
     _move_on(windows, q_rows, at, 3 * width, TAPS, ROWS)
     _move_on(windows, k_rows, width + at, 3 * width, TAPS, ROWS)
     _move_on(windows, v_rows, 2 * width + at, 3 * width, TAPS, ROWS)
-    q = q * tl.rsqrt(tl.sum(q * q, 0) + l2_eps) * scale
-    k = k * tl.rsqrt(tl.sum(k * k, 0) + l2_eps)
+    q_square, k_square, both = tl.reduce((q * q, k * k, q * k), 0, _add_three)
+    q_factor = tl.rsqrt(q_square + l2_eps) * scale
+    k_factor = tl.rsqrt(k_square + l2_eps)
+    q *= q_factor
+    k *= k_factor
+    both *= q_factor * k_factor
     decay = tl.exp(log_decay(z, a, lower_bound, BOUNDED))
+    # What k and q see of the decayed state; q sees the new one through k too.
+    kd = (k * decay)[:, None]
+    qd = (q * decay)[:, None]
     if PARTS == 1:
-        s = first.to(tl.float32) * decay[:, None]
-        s += k[:, None] * (beta * (v - tl.sum(s * k[:, None], 0)))[None, :]
-        tl.store(place, s.to(states.dtype.element_ty))
-        o = tl.sum(s * q[:, None], 0)
+        s = first.to(tl.float32)
+        by_k, by_q = tl.reduce((s * kd, s * qd), 0, _add_two)
+        d = beta * (v - by_k)
+        o = by_q + both * d
+        tl.store(place, (s * decay[:, None] + k[:, None] * d[None, :]).to(states.dtype.element_ty))
     else:
         values = tl.reshape(v, [PARTS, V])
         part = tl.arange(0, PARTS)[:, None]
         outputs = tl.zeros([PARTS, V], tl.float32)
         for p in range(PARTS):
-            s = tl.load(place + p * V).to(tl.float32) * decay[:, None]
-            d = beta * (tl.sum(tl.where(part == p, values, 0.0), 0) - tl.sum(s * k[:, None], 0))
-            s += k[:, None] * d[None, :]
-            tl.store(place + p * V, s.to(states.dtype.element_ty))
-            outputs = tl.where(part == p, tl.sum(s * q[:, None], 0)[None, :], outputs)
+            s = tl.load(place + p * V).to(tl.float32)
+            by_k, by_q = tl.reduce((s * kd, s * qd), 0, _add_two)
+            d = beta * (tl.sum(tl.where(part == p, values, 0.0), 0) - by_k)
+            tl.store(place + p * V, (s * decay[:, None] + k[:, None] * d[None, :]).to(states.dtype.element_ty))
+            outputs = tl.where(part == p, (by_q + both * d)[None, :], outputs)
         o = tl.reshape(outputs, [K])
     o = o * tl.rsqrt(tl.sum(o * o, 0) / K + eps) * weight
     o = o / (1 + tl.exp(-z_gate))

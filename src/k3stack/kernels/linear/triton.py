@@ -28,7 +28,7 @@ class Tile:
 
 MOST_TOKENS, FEW = 64, 16
 MOST_ROWS, MANY, ONE_EACH = 20000, 4608, 2112
-FLAT = Tile(64, 128, 4, 5, parts=False)
+FLAT, DEEP = Tile(64, 128, 4, 5, parts=False), Tile(64, 128, 4, 7, parts=False)
 
 
 def tile_of(tokens: int, rows: int, width: int) -> Tile | None:
@@ -41,8 +41,8 @@ def tile_of(tokens: int, rows: int, width: int) -> Tile | None:
     if tokens > FEW:
         return FLAT if rows >= MANY and width <= 4096 else None
     if rows >= MANY or 2048 <= width <= 4096:
-        return FLAT
-    return Tile(32, 128, 4, 3) if rows > ONE_EACH else Tile(16, 128, 4, 6, ahead=4096)
+        return FLAT if width <= 4096 else DEEP
+    return Tile(32, 128, 2, 5) if rows > ONE_EACH else Tile(16, 128, 4, 6, ahead=4096)
 
 
 _AHEAD = tl.constexpr("""

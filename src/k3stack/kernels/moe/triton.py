@@ -21,7 +21,8 @@ from k3stack.kernels.moe import triton_chunk, triton_decode
 from k3stack.kernels.mxfp4.triton import SHIFT, halves, unpack
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 
-ROUTE_WARPS = 1
+ROUTE_WARPS = 8
+"""The most that share out a token's experts."""
 GROUPED = 1024
 """Choices that the grouping kernel looks at in one go."""
 
@@ -48,43 +49,57 @@ SUMMED = 256
 @triton.jit
 def _route(
     logits, bias, ids, weights, token, row, experts, scaling,
-    TOPK: tl.constexpr, KEPT: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr,
+    TOPK: tl.constexpr, KEPT: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """The choice of one token, whose logits lie at ``row`` tokens' distance. One warp: maxima need no shared memory."""
+    """The choice of one token, whose logits lie at ``row`` tokens' distance: each warp takes the best of its slice, one
+    after the other; of these, those that fewer than TOPK others surpass are chosen. Scores are compared as integers in
+    the same order, for which warps have an instruction."""
+    WIDTH: tl.constexpr = BLOCK // SLICES
+    least: tl.constexpr = -2147483648
     logits += token * row
-    e = tl.arange(0, BLOCK)
+    e = tl.arange(0, SLICES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     live = e < experts
     s = 1 / (1 + tl.exp(-tl.load(logits + e, mask=live, other=0.0)))
-    score = tl.where(live, s + tl.load(bias + e, mask=live, other=0.0), -float("inf"))
-    j = tl.arange(0, KEPT)
-    chosen = tl.zeros([KEPT], tl.int32)
+    bits = (s + tl.load(bias + e, mask=live, other=0.0)).to(tl.int32, bitcast=True)
+    key = tl.where(live, bits ^ ((bits >> 31) & 2147483647), least)
+    j = tl.arange(0, KEPT)[None, :]
+    best = tl.full([SLICES, KEPT], least, tl.int32)
+    names = tl.zeros([SLICES, KEPT], tl.int32) + experts
     for i in range(TOPK):
-        # Where a logit is no number none is the largest; the choice must name an expert all the same.
-        best = tl.minimum(tl.min(tl.where(score == tl.max(score, 0), e, BLOCK), 0), experts - 1)
-        chosen = tl.where(j == i, best, chosen)
-        score = tl.where(e == best, -float("inf"), score)
-    kept = 1 / (1 + tl.exp(-tl.load(logits + chosen, mask=j < TOPK, other=-float("inf"))))
+        top = tl.max(key, 1)[:, None]
+        name = tl.min(tl.where(key == top, e, 2147483647), 1)[:, None]
+        best = tl.where(j == i, top, best)
+        names = tl.where(j == i, name, names)
+        key = tl.where(e == name, least, key)
+    best = tl.reshape(best, [SLICES * KEPT])
+    names = tl.reshape(names, [SLICES * KEPT])
+    before = best[None, :] > best[:, None]
+    before |= (best[None, :] == best[:, None]) & (names[None, :] < names[:, None])
+    place = tl.sum(before.to(tl.int32), 1)
+    chosen = (place < TOPK) & (names < experts)
+    kept = 1 / (1 + tl.exp(-tl.load(logits + names, mask=chosen, other=-float("inf"))))
     if RENORMALIZE:
         kept = kept / (tl.sum(kept, 0) + 1e-20)
-    tl.store(ids + token * TOPK + j, chosen.to(tl.int64), mask=j < TOPK)
-    tl.store(weights + token * TOPK + j, kept * scaling, mask=j < TOPK)
+    tl.store(ids + token * TOPK + place, names.to(tl.int64), mask=chosen)
+    tl.store(weights + token * TOPK + place, kept * scaling, mask=chosen)
 
 
 @triton.jit
 def _route_kernel(
     logits, bias, ids, weights, experts, scaling,
-    TOPK: tl.constexpr, KEPT: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    TOPK: tl.constexpr, KEPT: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
-    _route(logits, bias, ids, weights, token, experts, experts, scaling, TOPK, KEPT, RENORMALIZE, BLOCK)
+    _route(logits, bias, ids, weights, token, experts, experts, scaling, TOPK, KEPT, RENORMALIZE, BLOCK, SLICES)
 
 
 @triton.jit
 def _choose_kernel(
     products, bias, ids, weights, latent, hidden, row, experts, latent_width, inner, scaling, beta, linear_beta,
-    TOPK: tl.constexpr, KEPT: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
-    SITU: tl.constexpr, PDL: tl.constexpr,
+    TOPK: tl.constexpr, KEPT: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
+    PIECE: tl.constexpr,    SITU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of one token: the choice (program 0), a piece of the latent input, or of the shared MLP's activation."""
     await_inputs(PDL)
@@ -92,7 +107,7 @@ def _choose_kernel(
     part = tl.program_id(1)
     pieces = tl.cdiv(latent_width, PIECE)
     if part == 0:
-        _route(products, bias, ids, weights, token, row, experts, scaling, TOPK, KEPT, RENORMALIZE, BLOCK)
+        _route(products, bias, ids, weights, token, row, experts, scaling, TOPK, KEPT, RENORMALIZE, BLOCK, SLICES)
     elif part <= pieces:
         at = (part - 1) * PIECE + tl.arange(0, PIECE)
         value = tl.load(products + token * row + experts + at, mask=at < latent_width, other=0.0)
@@ -254,6 +269,13 @@ def _sum_kernel(
     tl.store(out + token * width + c, acc.to(out.dtype.element_ty), mask=c < width)
 
 
+def _slices(experts: int) -> dict[str, int]:
+    """How a token's experts are shared out to warps."""
+    block = triton.next_power_of_2(experts)
+    slices = max(min(ROUTE_WARPS, block // 128), 1)
+    return {"BLOCK": block, "SLICES": slices, "num_warps": slices}
+
+
 def route(
     logits: Tensor, bias: Tensor, top_k: int, scaling: float, renormalize: bool, forced: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -273,8 +295,7 @@ def route(
         TOPK=top_k,
         KEPT=triton.next_power_of_2(top_k),
         RENORMALIZE=renormalize,
-        BLOCK=triton.next_power_of_2(experts),
-        num_warps=ROUTE_WARPS,
+        **_slices(experts),
     )
     return ids, weights
 
@@ -303,10 +324,9 @@ def choose(
         TOPK=top_k,
         KEPT=triton.next_power_of_2(top_k),
         RENORMALIZE=renormalize,
-        BLOCK=triton.next_power_of_2(experts),
         PIECE=SUMMED,
         SITU=activation.kind == "situ",
-        num_warps=ROUTE_WARPS,
+        **_slices(experts),
     )
     return ids, weights, latent, hidden
 
