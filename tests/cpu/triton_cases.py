@@ -168,6 +168,7 @@ def mla_step() -> None:
     for rows in (BF16, torch.float8_e4m3fn):
         cache, lengths = m(50, 64, 576, dtype=rows), m(4, dtype=torch.int32)
         mla.attend_latent(m(6, 4, 512), m(4, 6, 64), cache, ints(4, 9), lengths, 0.07)
+        mla.attend_latent(m(6, 64, 512), m(64, 6, 64), cache, ints(64, 9), m(64, dtype=torch.int32), 0.07)
         mla.write_rows(m(4, 576), m(512), 1e-6, cache, ints(4), ints(4))
     q = m(32, 2, 512, dtype=F32), m(2, 32, 64, dtype=F32)
     mla.attend_latent(*q, m(50, 64, 576, dtype=F32), ints(2, 9), m(2, dtype=torch.int32), 0.07)

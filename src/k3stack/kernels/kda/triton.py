@@ -17,7 +17,7 @@ WARPS, WARPS_ALONE = 4, 8
 """Of a decode program with heads 128 wide: half of one head's state, or all of it, is held in registers."""
 FUSED = 16
 """Rows up to which the second halves of low-rank projections are part of the step."""
-ALONE = 264
+ALONE = 132
 """Heads of all rows that have room on an H200 at once with their whole states."""
 
 
@@ -135,10 +135,10 @@ def _decode_kernel(
     k *= k_factor
     both *= q_factor * k_factor
     decay = tl.exp(log_decay(z, a, lower_bound, BOUNDED))
-    # What k and q see of the decayed state; q sees the new one through k too.
-    kd = (k * decay)[:, None]
-    qd = (q * decay)[:, None]
     if PARTS == 1:
+        # What k and q see of the decayed state; q sees the new one through k too.
+        kd = (k * decay)[:, None]
+        qd = (q * decay)[:, None]
         s = first.to(tl.float32)
         by_k, by_q = tl.reduce((s * kd, s * qd), 0, _add_two)
         d = beta * (v - by_k)
@@ -149,11 +149,12 @@ def _decode_kernel(
         part = tl.arange(0, PARTS)[:, None]
         outputs = tl.zeros([PARTS, V], tl.float32)
         for p in range(PARTS):
-            s = tl.load(place + p * V).to(tl.float32)
-            by_k, by_q = tl.reduce((s * kd, s * qd), 0, _add_two)
-            d = beta * (tl.sum(tl.where(part == p, values, 0.0), 0) - by_k)
-            tl.store(place + p * V, (s * decay[:, None] + k[:, None] * d[None, :]).to(states.dtype.element_ty))
-            outputs = tl.where(part == p, (by_q + both * d)[None, :], outputs)
+            # In two passes: fewer registers, so that more programs have room.
+            s = tl.load(place + p * V).to(tl.float32) * decay[:, None]
+            d = beta * (tl.sum(tl.where(part == p, values, 0.0), 0) - tl.sum(s * k[:, None], 0))
+            s += k[:, None] * d[None, :]
+            tl.store(place + p * V, s.to(states.dtype.element_ty))
+            outputs = tl.where(part == p, tl.sum(s * q[:, None], 0)[None, :], outputs)
         o = tl.reshape(outputs, [K])
     o = o * tl.rsqrt(tl.sum(o * o, 0) / K + eps) * weight
     o = o / (1 + tl.exp(-z_gate))

@@ -14,11 +14,13 @@ HEADS = 16
 """Heads of one program: the least that a matrix instruction takes."""
 TILES = {1: (64, 4, 3), 2: (64, 4, 2), 4: (16, 4, 2)}
 """Cache rows of one pass, warps and stages by the bytes of a cached value."""
+FEW, FEW_TILES = 16, {2: (32, 4, 3)}
+"""Sequences up to which others are faster."""
 NARROW = 32
 """Least columns that are taken in pairs: half of them must fill a matrix instruction."""
 PROGRAMS = 264
 """Programs that fill the device (two a multiprocessor of an H200): long caches are split into as many."""
-MOST_SPLITS = 64
+MOST_SPLITS = 132
 COMBINED = 4096
 """Values of all parts that one program adds up."""
 
@@ -252,7 +254,8 @@ def attend_latent(
     device = q_latent.device
     partial = torch.empty(count, heads, splits, latent, dtype=torch.float32, device=device)
     logsum = torch.empty(count, heads, splits, dtype=torch.float32, device=device)
-    block, warps, stages = TILES[max(rows.dtype.itemsize, 4 if q_latent.dtype == torch.float32 else 1)]
+    size = max(rows.dtype.itemsize, 4 if q_latent.dtype == torch.float32 else 1)
+    block, warps, stages = FEW_TILES[size] if count <= FEW and size in FEW_TILES else TILES[size]
     paired = rows.dtype == torch.float8_e4m3fn and q_latent.dtype != torch.float32
     paired = paired and min(latent, q_shared.shape[2]) >= NARROW
     pairs = rows.view(torch.int16) if paired else rows
