@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from tests.cpu import triton_cases
+from tests.cpu import sass, triton_cases
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,11 +23,25 @@ def test_kernels_compile_for_sm_90(case: str) -> None:
 
     def note(name: str, compiled: Any) -> None:
         assert compiled.asm["cubin"], name
+        if "wgmma" in compiled.asm["ptx"]:
+            assert not sass.overwritten(sass.listing(compiled.asm["cubin"])), name
         done.append(name)
 
     with triton_cases.compiling(note):
         triton_cases.CASES[case]()
     assert done
+
+
+def test_registers_of_products_under_way_are_seen() -> None:
+    lines = [
+        "/*0100*/ LOP3.LUT R8, R4, 0x81c081c0, RZ, 0xc0, !PT ;",
+        "/*0110*/ HGMMA.64x128x16.F32.BF16 R24, R8, gdesc[UR8], R24, gsb0 ;",
+        "/*0120*/ WARPGROUP.DEPBAR.LE gsb0, 0x7 ;",
+        "/*0130*/ @P0 BRA 0x100 ;",
+        "/*0140*/ LDS.128 R8, [R2] ;",
+    ]
+    assert [f[:5] for f in sass.overwritten("\n".join(lines))] == ["0x140", "0x100"]
+    assert not sass.overwritten("\n".join(lines).replace("0x7", "0x0"))
 
 
 @pytest.mark.parametrize(
