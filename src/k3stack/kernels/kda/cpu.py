@@ -41,15 +41,17 @@ def conv_chunk(raw: Tensor, weight: Tensor, window: Tensor) -> Tensor:
 
 
 def conv_decode(raw: Tensor, weight: Tensor, windows: Tensor, blocks: list[int]) -> Tensor:
-    """One token each of R sequences. raw [R, C], windows [blocks, taps - 1, C] (updated in place), both in one dtype
-    -> [R, C] in weight's dtype. Windows are copied by stretches of neighbouring blocks: a gather by index takes
-    several times as long."""
-    runs = _runs(tuple(blocks))
-    before = [windows[blocks[a] : blocks[a] + b - a] for a, b in runs]
-    x = torch.cat((before[0] if len(before) == 1 else torch.cat(before), raw.unsqueeze(1)), 1)
-    for window, (a, b) in zip(before, runs, strict=True):
+    """One token each of R sequences. raw [R, C], windows [blocks, taps - 1, C] (updated in place) -> [R, C] in
+    weight's dtype. Windows are copied by stretches of neighbouring blocks: a gather by index takes several times as
+    long."""
+    taps, channels = weight.shape
+    x = weight.new_empty(raw.shape[0], taps, channels)
+    x[:, -1] = raw
+    for a, b in _runs(tuple(blocks)):
+        window = windows[blocks[a] : blocks[a] + b - a]
+        x[a:b, :-1] = window
         window.copy_(x[a:b, 1:])
-    return F.silu(x.to(weight.dtype).mul_(weight).sum(1), inplace=True)
+    return F.silu(x.mul_(weight).sum(1), inplace=True)
 
 
 def log_decay(z: Tensor, exp_a: Tensor, lower_bound: float | None) -> Tensor:

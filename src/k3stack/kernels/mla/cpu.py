@@ -170,7 +170,7 @@ def absorb(q: Tensor, kv_b: Tensor, nope: int) -> Tensor:
 def _project(context: Tensor, kv_b: Tensor, nope: int, dtype: torch.dtype) -> Tensor:
     """Latent contexts [H, T, latent] to head outputs [T, H, v]. kv_b wide."""
     out = torch.bmm(context, kv_b[:, nope:].transpose(1, 2)).transpose(0, 1)
-    return torch.empty(out.shape, dtype=dtype, device=out.device).copy_(out)
+    return out.to(dtype, memory_format=torch.contiguous_format)
 
 
 def _absorbed(q: Tensor, rows: Tensor, kv_b: Tensor, start: int) -> Tensor:

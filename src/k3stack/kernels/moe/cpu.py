@@ -52,9 +52,10 @@ def experts(
     tokens, top_k = ids.shape
     if isinstance(w13, Stack) and isinstance(w2, Stack) and tokens * top_k <= linear.ONE_IMAGE * len(w13):
         chosen: list[int] = ids.reshape(-1).tolist()
-        counts_each, places = _ranks(chosen, len(w13))
+        counts_each, places, source = _places(chosen, len(w13), top_k)
         if _stacked_is_faster(counts_each, w13, w2):
-            return _stacked(x, weights, places, max(linear.ROWS, *counts_each), w13, w2, activation)
+            rows = max(linear.ROWS, *counts_each)
+            return _stacked(x, weights, places, source[: rows * len(w13)], w13, w2, activation)
     if tokens == 1:
         return _experts_of_one(x, ids[0].tolist(), weights, w13, w2, activation)
     flat = ids.reshape(-1)
@@ -96,42 +97,46 @@ def _stacked_is_faster(counts: list[int], w13: Stack, w2: Stack) -> bool:
     return together <= one_by_one
 
 
-def _ranks(chosen: list[int], count: int) -> tuple[list[int], list[int]]:
-    """How often each of ``count`` experts is chosen, and each choice's row among all experts' first, second, ...
-    tokens. In Python: for a few hundred choices that takes less time than a dozen tensor operations."""
-    nexts, places = list(range(count)), []
-    for e in chosen:
+def _places(chosen: list[int], count: int, top_k: int) -> tuple[list[int], Tensor, Tensor]:
+    """How often each of ``count`` experts is chosen; int64 [T * k], each choice's row among all experts' first, second,
+    ... tokens; and int64 [max(T, ROWS) * count], the token of each such row (0 where there is none).
+
+    No token chooses an expert twice. In Python: for a few hundred choices that takes less time than a dozen tensor
+    operations.
+    """
+    nexts, rows = list(range(count)), count * max(len(chosen) // top_k, linear.ROWS)
+    found = array("q", bytes(8 * (rows + len(chosen))))
+    for i, e in enumerate(chosen):
         place = nexts[e]
         nexts[e] = place + count
-        places.append(place)
-    return [n // count for n in nexts], places
+        found[place] = i // top_k
+        found[rows + i] = place
+    index = torch.frombuffer(found, dtype=torch.int64)
+    return [n // count for n in nexts], index[rows:], index[:rows]
 
 
 def _stacked(
     x: Tensor,
     weights: Tensor,
-    places: list[int],
-    rows: int,
+    places: Tensor,
+    source: Tensor,
     w13: Stack,
     w2: Stack,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """All experts at once, ``rows`` each; ``places`` [T * k] as of ``_ranks``."""
-    tokens, top_k = weights.shape
-    # Rows that no token takes hold token 0: nobody reads their results.
-    source = [0] * (rows * len(w13))
-    for place, token in zip(places, _owners(tokens, top_k), strict=True):
-        source[place] = token
-    index = torch.frombuffer(array("q", source + places), dtype=torch.int64)
-    inner = activation(w13.product(x.index_select(0, index[: len(source)])))
-    results = widen(w2.product(inner).index_select(0, index[len(source) :])).view(tokens, top_k, -1)
-    return torch.bmm(weights.unsqueeze(1), results).squeeze(1).to(x.dtype)
+    """All experts at once; ``places`` [T * k] and ``source`` [rows * E] as of ``_places``, for the rows in use. Rows
+    that no token takes hold token 0: nobody reads their results."""
+    inner = activation(w13.product(x.index_select(0, source)))
+    results = widen(w2.product(inner))
+    starts = _starts(*weights.shape)
+    return torch.embedding_bag(results, places, starts, False, 0, False, weights.reshape(-1))[0].to(x.dtype)
 
 
 @lru_cache(maxsize=4)
-def _owners(tokens: int, top_k: int) -> list[int]:
-    """[T * k]: the token of each choice."""
-    return [token for token in range(tokens) for _ in range(top_k)]
+def _starts(tokens: int, top_k: int) -> Tensor:
+    """[T]: where each token's choices begin."""
+    with torch.inference_mode(False):
+        return torch.arange(0, tokens * top_k, top_k)
 
 
 def _experts_of_one(
