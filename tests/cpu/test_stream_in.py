@@ -250,7 +250,7 @@ def test_reading_through_a_staging_buffer(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("dtype", PACKED)
-@pytest.mark.parametrize("shape", [(130, 320), (96, 448), (1030, 64), (64, 768)])
+@pytest.mark.parametrize("shape", [(130, 320), (96, 448), (1030, 64), (64, 768), (linear.TALL + 70, 32)])
 def test_blocks_are_onednns(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     layout = blocked.blocked_linear(*shape, dtype)
     if layout is None:
@@ -264,12 +264,14 @@ def test_blocks_are_onednns(dtype: torch.dtype, shape: tuple[int, int]) -> None:
         layout.write(source[a : a + layout.rows], memory, a)
     ours, theirs = layout.weight(memory), linear.pack(weight)
     assert isinstance(theirs, Packed)
-    assert torch.equal(blocked.describe(ours.data), blocked.describe(theirs.data))
+    assert torch.equal(linear.describe(ours.data), linear.describe(theirs.data))
     assert torch.equal(unpack(ours), weight)
     assert ours.nbytes + ours.filling == layout.nbytes
     for rows in (1, 4, 40):
         x = torch.randn(rows, shape[1]).to(dtype)
-        assert torch.equal(linear.linear(x, ours), linear.linear(x, theirs))
+        found = linear.linear(x, ours)
+        assert torch.equal(found, linear.linear(x, theirs))
+        torch.testing.assert_close(found.float(), x.float() @ weight.float().T, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", PACKED)
@@ -278,8 +280,8 @@ def test_description_of_many_experts(dtype: torch.dtype) -> None:
     layout = stacked._layout(11, 96, 64, dtype, torch.get_num_threads())
     if layout is None:
         pytest.skip("this processor has no stacks")
-    whole = stacked._pack(torch.zeros(11 * 96, 64, dtype=dtype), 11, 2)
-    assert torch.equal(layout.group, blocked.describe(whole))
+    whole = linear.reorder_convolution(torch.zeros(11 * 96, 64, dtype=dtype), 11, 2)
+    assert torch.equal(layout.group, linear.describe(whole))
 
 
 @pytest.mark.parametrize("dtype", PACKED)

@@ -21,7 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3stack.kernels.linear.cpu import Packed, packs, stays_plain
+from k3stack.kernels.linear.cpu import (
+    RESIDUES,
+    SAMPLE,
+    TRIED_ROWS,
+    Packed,
+    describe,
+    packs,
+    reorder_convolution,
+    stays_plain,
+    tall,
+)
 
 WORD = 4
 BLOCKS = (64, 48, 32, 16)
@@ -30,6 +40,8 @@ SAMPLES = (128, 200)
 """Heights whose descriptions tell those of taller weights: a multiple of any block, and not one."""
 CHECKED = 840
 """A height at which that is tried."""
+TALL_SAMPLES = (1920, 2008)
+"""The same for weights that are laid out as of a convolution."""
 PITCH = 64
 """Bytes between the rows of a source, see ``scratch``."""
 
@@ -84,7 +96,13 @@ def blocked_linear(out: int, width: int, dtype: torch.dtype) -> Blocked | None:
     if library() is None or not packs(dtype, torch.device("cpu")) or width * dtype.itemsize % WORD:
         return None
 
+    convolution = tall(out, width, dtype)
+    samples, sample = (TALL_SAMPLES, SAMPLE + out % RESIDUES) if convolution else (SAMPLES, CHECKED)
+    dims = (out, width, 1, 1) if convolution else (out, width)
+
     def pack(plain: Tensor) -> Tensor:
+        if convolution:
+            return reorder_convolution(plain, 1, TRIED_ROWS[0])
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(plain, None)
         return packed
 
@@ -94,15 +112,15 @@ def blocked_linear(out: int, width: int, dtype: torch.dtype) -> Blocked | None:
 
     if out <= CHECKED:
         one = known(out)
-        return None if one is None or not one[1] else Blocked((out, width), dtype, (out, width), one[1], one[0])
-    low, high, checked = (known(n) for n in (*SAMPLES, CHECKED))
+        return None if one is None or not one[1] else Blocked((out, width), dtype, dims, one[1], one[0])
+    low, high, checked = (known(n) for n in (*samples, sample))
     if not low or not high or not checked or not low[1] == high[1] == checked[1] > 0:
         return None
-    if (at := height_words(low[0], high[0], low[1])) is None:
+    if (at := height_words(low[0], high[0], low[1], samples)) is None:
         return None
-    if not torch.equal(with_height(low[0], at, CHECKED, low[1]), checked[0]):
+    if not torch.equal(with_height(low[0], at, sample, low[1]), checked[0]):
         return None
-    return Blocked((out, width), dtype, (out, width), low[1], with_height(low[0], at, out, low[1]))
+    return Blocked((out, width), dtype, dims, low[1], with_height(low[0], at, out, low[1]))
 
 
 def home(out: int, width: int, dtype: torch.dtype) -> tuple[Blocked, Tensor] | None:
@@ -135,22 +153,16 @@ def block_rows(plain: Tensor, packed: Tensor) -> int | None:
     return None
 
 
-def describe(packed: Tensor) -> Tensor:
-    """oneDNN's description of a packed weight's layout."""
-    description: Tensor = torch.ops.mkldnn._get_mkldnn_serialized_md(packed)
-    return description
-
-
-def height_words(low: Tensor, high: Tensor, rows: int) -> tuple[int, int] | None:
-    """Where descriptions of weights that are ``SAMPLES`` high have the height and the filled height; None where they
+def height_words(low: Tensor, high: Tensor, rows: int, samples: tuple[int, int]) -> tuple[int, int] | None:
+    """Where descriptions of weights that are ``samples`` high have the height and the filled height; None where they
     differ in more."""
     a, b = _words(low), _words(high)
     differing = torch.nonzero(a != b).flatten().tolist()
     if len(differing) != 2 or a.numel() != b.numel():
         return None
-    filled = [-(-n // rows) * rows for n in SAMPLES]
+    filled = [-(-n // rows) * rows for n in samples]
     found = [[int(w[i]) for w in (a, b)] for i in differing]
-    return (differing[0], differing[1]) if found == [list(SAMPLES), filled] else None
+    return (differing[0], differing[1]) if found == [list(samples), filled] else None
 
 
 def with_height(description: Tensor, at: tuple[int, int], out: int, rows: int) -> Tensor:

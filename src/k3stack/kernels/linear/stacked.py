@@ -22,8 +22,20 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from k3stack.kernels.linear.blocked import Blocked, at_count, block_rows, describe, home, library, tensor_at, values
-from k3stack.kernels.linear.cpu import IMAGE, ONE_IMAGE, ROWS, Packed, Weight, as_image, convolve_image, pack, packs
+from k3stack.kernels.linear.blocked import Blocked, at_count, block_rows, home, library, tensor_at, values
+from k3stack.kernels.linear.cpu import (
+    IMAGE,
+    ONE_IMAGE,
+    ROWS,
+    Packed,
+    Weight,
+    as_image,
+    convolve_image,
+    describe,
+    pack,
+    packs,
+    reorder_convolution,
+)
 
 MANY_ROWS = (64, 1024)
 """Rows of one expert's product, by far more than ``ONE_IMAGE``, that are tried in advance."""
@@ -108,7 +120,7 @@ class Stacker:
             return pack(weight)
         size = self._layout.single_bytes
         place = self._owner.data_ptr() + expert * size
-        packed = _pack(weight, 1, MANY_ROWS[-1])
+        packed = reorder_convolution(weight, 1, MANY_ROWS[-1])
         ctypes.memmove(place, torch.ops.mkldnn.data_ptr(packed), size)
         data = tensor_at(place, (*self._shape, 1, 1), self._dtype, self._layout.single)
         filling = size - weight.shape[0] * weight.shape[1] * weight.dtype.itemsize
@@ -150,22 +162,22 @@ def _layout(count: int, out: int, width: int, dtype: torch.dtype, threads: int) 
     # Tried with few experts: all of them are many megabytes.
     few = min(count, FEW_EXPERTS)
     sample = values((few + 1) * out, width, dtype)
-    groups = [_pack(sample[: few * out], few, rows) for rows in GROUP_ROWS]
+    groups = [reorder_convolution(sample[: few * out], few, rows) for rows in GROUP_ROWS]
     size = torch.ops.mkldnn._nbytes
-    single, other = (describe(_pack(sample[:out], 1, rows)) for rows in reversed(MANY_ROWS))
+    single, other = (describe(reorder_convolution(sample[:out], 1, rows)) for rows in reversed(MANY_ROWS))
     if not torch.equal(single, other) or not all(torch.equal(describe(g), describe(groups[0])) for g in groups):
         return None
     last = sample[(few - 1) * out : few * out]
-    tail = _pack(last, 1, MANY_ROWS[-1])
+    tail = reorder_convolution(last, 1, MANY_ROWS[-1])
     start = torch.ops.mkldnn.data_ptr(groups[0]) + (few - 1) * size(tail)
     if ctypes.string_at(start, size(tail)) != ctypes.string_at(torch.ops.mkldnn.data_ptr(tail), size(tail)):
         return None
-    more = _pack(sample, few + 1, GROUP_ROWS[0])
+    more = reorder_convolution(sample, few + 1, GROUP_ROWS[0])
     group = at_count(describe(groups[0]), describe(more), few, count)
     if group is None or size(groups[0]) != few * size(tail) or size(more) != (few + 1) * size(tail):
         return None
     tried = range(1, ONE_IMAGE + 1)
-    fast = frozenset(n for n in tried if torch.equal(describe(_pack(sample[:out], 1, n)), single))
+    fast = frozenset(n for n in tried if torch.equal(describe(reorder_convolution(sample[:out], 1, n)), single))
     return _Layout(single, group, size(tail), fast, block_rows(last, tail))
 
 
@@ -176,11 +188,3 @@ def filled_rows(*fast: frozenset[int]) -> tuple[int, ...]:
     both = frozenset.intersection(*fast)
     most = (ONE_IMAGE // IMAGE + 1) * IMAGE
     return (0, *(min((m for m in both if m >= max(n, ROWS)), default=most) for n in range(1, ONE_IMAGE + 1)))
-
-
-def _pack(weight: Tensor, groups: int, rows: int) -> Tensor:
-    out, width = weight.shape
-    shape = [1, groups * width, 1, rows] if rows <= ONE_IMAGE else [rows // IMAGE, groups * width, 1, IMAGE]
-    image = weight.contiguous().view(out, width, 1, 1)
-    packed: Tensor = torch.ops.mkldnn._reorder_convolution_weight(image, [0, 0], [1, 1], [1, 1], groups, shape)
-    return packed
