@@ -73,6 +73,22 @@ def log_decay(z, a, lower_bound, BOUNDED: tl.constexpr):
 
 
 @triton.jit
+def _in_parts(place, q, k, v, beta, decay, K: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr):
+    """The state's columns at ``place``, V at a time, moved on; the output [K]."""
+    values = tl.reshape(v, [PARTS, V])
+    part = tl.arange(0, PARTS)[:, None]
+    outputs = tl.zeros([PARTS, V], tl.float32)
+    for p in range(PARTS):
+        # In two passes: fewer registers, so that more programs have room.
+        s = tl.load(place + p * V).to(tl.float32) * decay[:, None]
+        d = beta * (tl.sum(tl.where(part == p, values, 0.0), 0) - tl.sum(s * k[:, None], 0))
+        s += k[:, None] * d[None, :]
+        tl.store(place + p * V, s.to(place.dtype.element_ty))
+        outputs = tl.where(part == p, tl.sum(s * q[:, None], 0)[None, :], outputs)
+    return tl.reshape(outputs, [K])
+
+
+@triton.jit
 def _decode_kernel(
     raw, f, gate, b, conv, exp_a, dt_bias, norm, windows, states, blocks, out, w_f, w_g,
     raw_row, f_row, gate_row, b_row, window_block, state_block, width, scale, lower_bound, l2_eps, eps,
@@ -145,17 +161,7 @@ def _decode_kernel(
         o = by_q + both * d
         tl.store(place, (s * decay[:, None] + k[:, None] * d[None, :]).to(states.dtype.element_ty))
     else:
-        values = tl.reshape(v, [PARTS, V])
-        part = tl.arange(0, PARTS)[:, None]
-        outputs = tl.zeros([PARTS, V], tl.float32)
-        for p in range(PARTS):
-            # In two passes: fewer registers, so that more programs have room.
-            s = tl.load(place + p * V).to(tl.float32) * decay[:, None]
-            d = beta * (tl.sum(tl.where(part == p, values, 0.0), 0) - tl.sum(s * k[:, None], 0))
-            s += k[:, None] * d[None, :]
-            tl.store(place + p * V, s.to(states.dtype.element_ty))
-            outputs = tl.where(part == p, tl.sum(s * q[:, None], 0)[None, :], outputs)
-        o = tl.reshape(outputs, [K])
+        o = _in_parts(place, q, k, v, beta, decay, K, V, PARTS)
     o = o * tl.rsqrt(tl.sum(o * o, 0) / K + eps) * weight
     o = o / (1 + tl.exp(-z_gate))
     tl.store(out + row * width + at, o.to(out.dtype.element_ty))
