@@ -8,8 +8,8 @@ direct the same past the page cache (O_DIRECT), 4 MiB at a time into buffers in 
        the reader's peer
 kept   as plain, into memory that stays
 stages headers, building the model, reading, preparing, one after the other; the reader's rate is that of "reading"
-       alone, which ends when every byte is in the memory of its weight, as stored. Nothing is read ahead.
-load   ``load_model``, as a server starts: the same with reading ahead while the model is built; memory is taken here
+       alone, which ends when every byte is in the memory of its weight, as stored
+load   ``load_model``, as a server starts; memory is taken here
 touch  writing once to every page of as much new memory as the weights take, with all cores: no loader can take less
 
     python -m benchmarks.read_checkpoint [--layout linear|k3] [--warm] [--folder PATH]

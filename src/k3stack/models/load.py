@@ -20,7 +20,7 @@ from k3stack.models.landing import Landed, land
 from k3stack.models.network import Model
 from k3stack.models.pages import move_to_large_pages, small_pages
 from k3stack.models.prepare import prepare
-from k3stack.models.stream_in import read_ahead, stream_in
+from k3stack.models.stream_in import stream_in
 
 log = logging.getLogger(__name__)
 LoadFormat = Literal["auto", "dummy"]
@@ -74,7 +74,6 @@ def load_model(
 
 def _load(folder: Path, geometry: ModelGeometry, make: Callable[[], Model], threads: int, progress: bool) -> Model:
     found = find_tensors(folder, geometry)
-    read_ahead(found)
     if found.skipped:
         log.info("skipped %d tensors (%.2f GB) of the vision part", found.skipped, found.skipped_bytes / 1e9)
     model = make()

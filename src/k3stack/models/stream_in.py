@@ -9,7 +9,6 @@ page cache and a staging buffer for each thread, and are complete when they have
 from __future__ import annotations
 
 import gc
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from k3stack.config.cores import usable_cores
 from k3stack.errors import BugError
 from k3stack.kernels.memory import populate
 from k3stack.kernels.mxfp4 import cpu as mxfp4
-from k3stack.models.checkpoint import Entry, Found
+from k3stack.models.checkpoint import Entry
 from k3stack.models.files import Files, Piece, pieces
 from k3stack.models.landing import DTYPES, Convert, Landed
 from k3stack.models.staging import Staging
@@ -32,11 +31,9 @@ STAGE = 4 << 20
 """Bytes of the files on their way to a GPU, for each thread."""
 RUN_BYTES = 16 << 20
 """Bytes in a row that one thread reads in one go."""
-AHEAD = 64 << 20
-"""Bytes of a shard that are read ahead while the model is being built."""
 SHARDS_AT_ONCE = 4
-BUFFERS = 2
-"""For each reading thread: the next can be filled while one is copied."""
+BUFFERS = 4
+"""For each reading thread, so that none waits for those that copy: a disk may answer many requests at once."""
 
 Part = Piece | Convert
 
@@ -58,18 +55,6 @@ def stream_in(landed: Landed, *, threads: int = 4, on_bytes: Callable[[int], Non
         if collects:
             gc.enable()
         torch.set_num_threads(before)
-
-
-def read_ahead(found: Found) -> None:
-    """Let the kernel begin to read the first shards while the model is being built."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for path in sorted({e.file for _, e in found.tensors})[:SHARDS_AT_ONCE]:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(fd, 0, AHEAD, os.POSIX_FADV_WILLNEED)
-        finally:
-            os.close(fd)
 
 
 def _runs(parts: list[Part]) -> Iterator[list[Part]]:
