@@ -57,8 +57,8 @@ def conv_decode(raw: Tensor, weight: Tensor, windows: Tensor, blocks: list[int])
 def log_decay(z: Tensor, exp_a: Tensor, lower_bound: float | None) -> Tensor:
     """See ``reference.log_decay``."""
     if lower_bound is not None:
-        return torch.sigmoid(z * exp_a[:, None]).mul_(lower_bound)
-    return F.softplus(z, threshold=40.0).mul_(-exp_a[:, None])
+        return torch.sigmoid(z * exp_a.unsqueeze(-1)).mul_(lower_bound)
+    return F.softplus(z, threshold=40.0).mul_(exp_a.neg().unsqueeze(-1))
 
 
 def decode(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, blocks: list[int]) -> Tensor:
@@ -77,15 +77,18 @@ def decode(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Ten
         return out
     decay, runs = torch.exp(g).unsqueeze(-1), _runs(tuple(blocks))
     used = [states[blocks[a] : blocks[a] + b - a] for a, b in runs]
-    for state, (a, b) in zip(used, runs, strict=True):
-        state.mul_(decay[a:b])
+    for state, part in zip(used, _parts(decay, runs), strict=True):
+        state.mul_(part)
     predicted, seen = _read(torch.stack((k, q), 2), states, blocks).unbind(2)
     d = torch.sub(v, predicted).mul_(beta.unsqueeze(-1))
     out = torch.addcmul(seen, torch.linalg.vecdot(k, q).unsqueeze(-1), d).mul_(q.shape[-1] ** -0.5)
-    key, d = k.unsqueeze(-1), d.unsqueeze(2)
-    for state, (a, b) in zip(used, runs, strict=True):
-        state.addcmul_(key[a:b], d[a:b])
+    for state, key, change in zip(used, _parts(k.unsqueeze(-1), runs), _parts(d.unsqueeze(2), runs), strict=True):
+        state.addcmul_(key, change)
     return out
+
+
+def _parts(x: Tensor, runs: tuple[tuple[int, int], ...]) -> list[Tensor]:
+    return [x] if len(runs) == 1 else [x[a:b] for a, b in runs]
 
 
 def _read(reads: Tensor, states: Tensor, blocks: list[int]) -> Tensor:
