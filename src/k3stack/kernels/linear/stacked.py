@@ -26,7 +26,6 @@ from k3stack.kernels.linear.blocked import Blocked, at_count, block_rows, home, 
 from k3stack.kernels.linear.cpu import (
     IMAGE,
     ONE_IMAGE,
-    ROWS,
     Packed,
     Weight,
     as_image,
@@ -183,8 +182,8 @@ def _layout(count: int, out: int, width: int, dtype: torch.dtype, threads: int) 
 
 @lru_cache(maxsize=64)
 def filled_rows(*fast: frozenset[int]) -> tuple[int, ...]:
-    """[ONE_IMAGE + 1]: for 0 to ``ONE_IMAGE`` rows of an expert, the fewest, no fewer than those and ``ROWS``, that are
-    fast with all of its weights (``Stack.fast_rows``)."""
+    """[ONE_IMAGE + 1]: for 0 to ``ONE_IMAGE`` rows of an expert, the fewest, no fewer than those, that are fast with
+    all of its weights (``Stack.fast_rows``)."""
     both = frozenset.intersection(*fast)
     most = (ONE_IMAGE // IMAGE + 1) * IMAGE
-    return (0, *(min((m for m in both if m >= max(n, ROWS)), default=most) for n in range(1, ONE_IMAGE + 1)))
+    return (0, *(min((m for m in both if m >= n), default=most) for n in range(1, ONE_IMAGE + 1)))
