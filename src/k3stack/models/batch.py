@@ -152,6 +152,10 @@ class Step:
 
     def _work_out_slots(self, page_rows: int) -> tuple[Tensor, Tensor]:
         table = self.page_table
+        if self.all_decode:
+            index = upload_ints([s // page_rows for s in self._starts], table.device)
+            places = upload_ints([s % page_rows for s in self._starts], table.device)
+            return table.gather(1, index.unsqueeze(1)).squeeze(1), places
         counts = torch.tensor(self._counts)
         row = upload(torch.repeat_interleave(torch.arange(len(self._counts)), counts), table.device)
         shift = upload_ints([s - c for s, c in zip(self._starts, self._cu, strict=False)], table.device)
