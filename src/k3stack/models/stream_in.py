@@ -31,6 +31,8 @@ STAGE = 4 << 20
 """Bytes of the files on their way to a GPU, for each thread."""
 RUN_BYTES = 16 << 20
 """Bytes in a row that one thread reads in one go."""
+CONVERTED_RUN = 64 << 20
+"""The same of tensors that are converted as they are read, which the kernel is asked to read ahead."""
 SHARDS_AT_ONCE = 4
 BUFFERS = 4
 """For each reading thread, so that none waits for those that copy: a disk may answer many requests at once."""
@@ -58,12 +60,12 @@ def stream_in(landed: Landed, *, threads: int = 4, on_bytes: Callable[[int], Non
 
 
 def _runs(parts: list[Part]) -> Iterator[list[Part]]:
-    """In the order of the files, in runs of about RUN_BYTES; shards interleaved so that several are read."""
+    """In the order of the files, in runs of about RUN_BYTES or CONVERTED_RUN; shards interleaved, several at once."""
     shards: dict[Path, list[list[Part]]] = {}
     sizes: dict[Path, int] = {}
     for part in sorted(parts, key=lambda p: (p.file, p.begin)):
-        file = part.file
-        if file not in shards or sizes[file] >= RUN_BYTES:
+        file, limit = part.file, RUN_BYTES if isinstance(part, Piece) else CONVERTED_RUN
+        if file not in shards or sizes[file] >= limit:
             shards.setdefault(file, []).append([])
             sizes[file] = 0
         shards[file][-1].append(part)
@@ -111,11 +113,13 @@ def _read_runs(runs: list[list[Part]], files: Files, pool: ThreadPoolExecutor, t
 
 def _read_run(run: list[Part], files: Files, staging: Staging, stop: threading.Event) -> None:
     file, begin, stored = run[0].file, run[0].begin, sum(part.stored for part in run)
-    # Where bytes are only copied the kernel's own reading ahead keeps the disk busy, and takes a third less processor
-    # time, since it gets memory in larger blocks.
-    if not any(isinstance(part, Piece) for part in run):
+    directly = False
+    if any(isinstance(part, Piece) for part in run):
+        # Through the page cache the kernel's own reading ahead keeps the disk busy, and takes a third less processor
+        # time, since it gets memory in larger blocks.
+        directly = files.directly(file, begin + stored // 2)
+    else:
         files.announce(file, begin, stored)
-    directly = files.directly(file, begin + stored // 2)
     for part in run:
         if stop.is_set():
             return
