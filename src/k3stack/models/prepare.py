@@ -22,14 +22,23 @@ from k3stack.models.landing import Landing, Stored
 
 PIECE = 1 << 20
 """Bytes of a weight made at a time; they stay in the CPU's cache."""
+TRIM = 256 << 20
+"""Bytes of weights after which what temporaries have left behind goes back to the system."""
 
 
 def prepare(landings: list[Landing], *, threads: int = 4, on_bytes: Callable[[int], None] | None = None) -> None:
     """Make the weights. ``on_bytes`` is called (from any thread) with bytes of weights just made."""
     before = torch.get_num_threads()
+    since = 0
+    trim()
 
     def make(landing: Landing) -> None:
+        nonlocal since
         _make(landing)
+        since += landing.memory.numel()
+        if since >= TRIM:
+            since = 0
+            trim()
         if on_bytes is not None:
             on_bytes(landing.memory.numel())
 
