@@ -22,7 +22,7 @@ from k3stack.models.landing import Landing, Stored
 
 PIECE = 1 << 20
 """Bytes of a weight made at a time; they stay in the CPU's cache."""
-TRIM = 256 << 20
+TRIM = 64 << 20
 """Bytes of weights after which what temporaries have left behind goes back to the system."""
 
 
