@@ -9,7 +9,7 @@ import torch
 
 from k3stack import LLM, SamplingParams
 from k3stack.errors import UserError
-from k3stack.models.emulate import DRAWN, busiest_to
+from k3stack.models.emulate import DRAWN, busiest_to, local_only
 from k3stack.models.layers.ffn import MoeFfn
 
 PATH = str(Path(__file__).parents[1] / "golden" / "k3_tiny_8h_open")
@@ -56,3 +56,20 @@ def test_what_cannot_be_emulated_is_refused() -> None:
     for options, text in (({"tp_size": 2, "emulate_rank": 2}, "outside"), ({"tp_size": 3, "emulate_rank": 0}, "3")):
         with pytest.raises(UserError, match=text):
             LLM(PATH, arena_gib=0.02, **options)
+
+
+def test_choices_of_other_ranks_add_nothing() -> None:
+    x, weights = torch.randn(5, 3), torch.rand(5, 2)
+    ids = torch.tensor([[0, 9], [4, 5], [5, 1], [8, 4], [7, 6]])
+    seen = []
+
+    def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *_: object) -> torch.Tensor:
+        seen.append(ids.flatten().tolist())
+        return x * (ids + 1) * weights
+
+    found = local_only(experts)(x, ids, weights, [None] * 4, None, None, 4, 10)
+    here = (ids >= 4) & (ids < 8)
+    expected = x * (torch.where(here, ids - 3, 0) * weights).sum(1, keepdim=True)
+    torch.testing.assert_close(found, expected)
+    assert seen == [[0, 1, 1, 0, 3, 2]]
+    assert not local_only(experts)(x[:1], ids[:1], weights[:1], [None] * 4, None, None, 4, 10).any()

@@ -84,11 +84,17 @@ class EmulatedRank(Model):
 
 
 def local_only(experts: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A kernel that knows only the experts it is given, for choices among all: those of others weigh nothing."""
+    """A kernel that knows only the experts it is given, for choices among all: each choice that is here is a token of
+    its own, since no token may choose an expert twice."""
 
     def own(x: Tensor, ids: Tensor, weights: Tensor, w13: Any, w2: Any, act: Any, first: int = 0, _: int = 0) -> Tensor:
         here = (ids >= first) & (ids < first + len(w13))
-        return experts(x, torch.where(here, ids - first, 0), torch.where(here, weights, 0.0), w13, w2, act)
+        token, choice = here.nonzero(as_tuple=True)
+        out = torch.zeros_like(x)
+        if not len(token):
+            return out
+        own_ids, own_weights = ((t[token, choice]).unsqueeze(1) for t in (ids - first, weights))
+        return out.index_add_(0, token, experts(x[token], own_ids, own_weights, w13, w2, act))
 
     return own
 
