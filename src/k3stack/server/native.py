@@ -63,7 +63,6 @@ async def server_info(service: Service, request: Request) -> Response:
         **options,
         "served_model_name": service.model,
         "tokenizer_path": options["tokenizer_path"] or options["model_path"],
-        "tp_size": 1,
         "dp_size": 1,
         "pp_size": 1,
         "disaggregation_mode": "null",
@@ -79,6 +78,7 @@ async def server_info(service: Service, request: Request) -> Response:
                 "effective_max_running_requests_per_dp": info.get("max_running"),
                 "memory_usage": info.get("pools", {}).get("actual", {}),
                 "load": load,
+                **({"exchanges": stats["exchanges"]} if "exchanges" in stats else {}),
             }
         ],
     })  # fmt: skip
