@@ -27,7 +27,7 @@ from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 from k3stack.models import dummy
 from k3stack.models.batch import ForwardBatch
 from k3stack.models.decode_batch import DecodeBatch
-from k3stack.models.emulate import busiest_to
+from k3stack.models.emulate import busiest_to, choose_always
 from k3stack.models.layers.ffn import MoeFfn
 from k3stack.models.layers.mla import MlaAttention
 from k3stack.models.network import Model
@@ -140,15 +140,7 @@ class Rank:
             counts = [self._touched(ids, ffn.local) for ids in drawn]
             best = min(range(len(drawn)), key=lambda i: abs(counts[i] - wanted))
             touched.append(counts[best])
-            real = self.model.kernels.route
-
-            def route(*given: Any, ids: Tensor = drawn[best], real: Any = real) -> tuple[Tensor, Tensor]:
-                return ids[: len(given[0])], real(*given[:5])[1]
-
-            def choose(*given: Any, ids: Tensor = drawn[best], real: Any = ffn.kernels.choose) -> tuple[Tensor, ...]:
-                return ids[: len(given[0])], *real(*given)[1:]
-
-            ffn.kernels = dataclasses.replace(ffn.kernels, route=route, choose=choose if ffn.joined else None)
+            choose_always(ffn, self.model.kernels, drawn[best])
         return touched
 
     @staticmethod

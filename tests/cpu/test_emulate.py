@@ -9,7 +9,8 @@ import torch
 
 from k3stack import LLM, SamplingParams
 from k3stack.errors import UserError
-from k3stack.models.emulate import DRAWN, busiest_to, local_only
+from k3stack.kernels.moe.cpu import choices_here
+from k3stack.models.emulate import DRAWN, busiest_to
 from k3stack.models.layers.ffn import MoeFfn
 
 PATH = str(Path(__file__).parents[1] / "golden" / "k3_tiny_8h_open")
@@ -67,9 +68,9 @@ def test_choices_of_other_ranks_add_nothing() -> None:
         seen.append(ids.flatten().tolist())
         return x * (ids + 1) * weights
 
-    found = local_only(experts)(x, ids, weights, [None] * 4, None, None, 4, 10)
+    found = choices_here(experts, x, ids, weights, [None] * 4, None, None, 4)
     here = (ids >= 4) & (ids < 8)
     expected = x * (torch.where(here, ids - 3, 0) * weights).sum(1, keepdim=True)
     torch.testing.assert_close(found, expected)
     assert seen == [[0, 1, 1, 0, 3, 2]]
-    assert not local_only(experts)(x[:1], ids[:1], weights[:1], [None] * 4, None, None, 4, 10).any()
+    assert not choices_here(experts, x[:1], ids[:1], weights[:1], [None] * 4, None, None, 4).any()

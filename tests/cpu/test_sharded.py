@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +92,7 @@ def rank_model(path: Path, layout: ParallelLayout, rank: int) -> Model:
         slots = model.slots() if spec.layer is None else model.layer_slots(spec.layer)
         put(spec, slots[spec.kind])
     model.finish()
-    for layer in model.layers:
-        layer.ffn.kernels = dataclasses.replace(model.kernels, experts=partial(own_experts, model.kernels.experts))
     return model
-
-
-def own_experts(run: Any, x: Tensor, ids: Tensor, weights: Tensor, w13: Any, w2: Any, act: Any, *own: int) -> Tensor:
-    """A rank's part of the experts' sum, by kernels that know of whole sets of experts only."""
-    first = own[0]
-    here = (ids >= first) & (ids < first + len(w13))
-    return run(x, torch.where(here, ids - first, 0), weights * here, w13, w2, act)
 
 
 @pytest.mark.parametrize("name", ["k3_tiny_open", "kimi_linear_tiny_open"])

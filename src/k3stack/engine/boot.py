@@ -102,12 +102,13 @@ def boot(
     asked = None if free is None else lambda: free(memory)
     executor = _executor(options, model, network, plan, precision, whole.vocab, poison, asked)
     executor.capture_graphs(progress)
+    sizes = (guess, predicted), (model.weight_bytes, plan)
     setup = EngineSetup(
         vocab=whole.vocab,
         eos_ids=whole.eos_ids,
         tokenizer=tokenizer_of(options, path, whole),
         random_seed=options.random_seed,
-        info=_info(options, whole, context, precision, device, (guess, predicted), (model.weight_bytes, plan)),
+        info=_info(options, whole, context, precision, device, emulation, sizes),
     )
     log.info("arena: %.2f GiB (%s)", budget / GIB, how)
     _report(setup.info["pools"], plan)
@@ -325,9 +326,10 @@ def _info(
     context: int,
     precision: Precision,
     device: torch.device,
-    predicted: tuple[int, PoolPlan],
-    actual: tuple[int, PoolPlan],
+    emulation: Emulation | None,
+    sizes: tuple[tuple[int, PoolPlan], tuple[int, PoolPlan]],
 ) -> dict[str, Any]:
+    predicted, actual = sizes
     return {
         "executor": "torch",
         "engine": options.engine,
@@ -345,15 +347,19 @@ def _info(
         "max_running": actual[1].max_running,
         "max_queued": options.max_queued_requests,
         "pools": {"predicted": _pools(*predicted), "actual": _pools(*actual)},
-        "emulated": None if options.emulate_rank is None else _exchanges(options, geometry),
+        "emulated": None if emulation is None else _exchanges(emulation, geometry),
     }
 
 
-def _exchanges(options: EngineOptions, geometry: ModelGeometry) -> dict[str, Any]:
+def _exchanges(emulation: Emulation, geometry: ModelGeometry) -> dict[str, Any]:
     """What an emulated rank would exchange: sums a step, and their bytes a token."""
-    layout = ParallelLayout(tp=options.tp_size, ep=options.ep_size)
-    work = RankModel(geometry, layout).work(StepLoad(decode_rows=1, decode_context=1, samples=1))
-    return {"rank": options.emulate_rank, "layout": layout.label, "sums": work.sums, "bytes_a_token": work.sum_bytes}
+    work = RankModel(geometry, emulation.layout).work(StepLoad(decode_rows=1, decode_context=1, samples=1))
+    return {
+        "rank": emulation.rank,
+        "layout": emulation.layout.label,
+        "sums": work.sums,
+        "bytes_a_token": work.sum_bytes,
+    }
 
 
 def _pools(weight_bytes: int, plan: PoolPlan) -> dict[str, int]:

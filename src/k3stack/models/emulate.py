@@ -7,7 +7,6 @@ answers mean nothing, its durations do. Experts are chosen as the mean rank or t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 
 from k3stack.config.geometry import ModelGeometry
 from k3stack.config.layout import ParallelLayout
+from k3stack.kernels.select import Kernels
 from k3stack.models.layers.ffn import MoeFfn
 from k3stack.models.network import Model
 from k3stack.models.share import rank_share
@@ -60,43 +60,29 @@ class EmulatedRank(Model):
                 self._choose_for(layer.ffn, generator)
 
     def _choose_for(self, ffn: MoeFfn, generator: torch.Generator) -> None:
-        """From now on the layer's tokens go to experts drawn beforehand. The router itself still runs."""
         moe = ffn.moe
         ids = torch.rand(DRAWN, moe.experts, generator=generator).topk(moe.top_k, -1).indices
         if self.emulation.routing == "slowest":
             ids = busiest_to(ids, self.emulation.rows, ffn.local, moe.experts)
-        drawn = ids.to(self.device)
-        route, choose = ffn.kernels.route, ffn.kernels.choose
-
-        def chosen(count: int) -> Tensor:
-            return drawn[:count] if count <= DRAWN else drawn.repeat(-(-count // DRAWN), 1)[:count]
-
-        def own_route(*given: Any) -> tuple[Tensor, Tensor]:
-            return chosen(len(given[0])), route(*given)[1]
-
-        def own_choose(*given: Any) -> tuple[Tensor, ...]:
-            assert choose is not None
-            return chosen(len(given[0])), *choose(*given)[1:]
-
-        ffn.kernels = dataclasses.replace(ffn.kernels, route=own_route, choose=None if choose is None else own_choose)
-        if ffn.kernels.name == "torch":
-            ffn.kernels = dataclasses.replace(ffn.kernels, experts=local_only(ffn.kernels.experts))
+        choose_always(ffn, self.kernels, ids.to(self.device))
 
 
-def local_only(experts: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A kernel that knows only the experts it is given, for choices among all: each choice that is here is a token of
-    its own, since no token may choose an expert twice."""
+def choose_always(ffn: MoeFfn, kernels: Kernels, ids: Tensor) -> None:
+    """From now on the layer's tokens choose the experts ``ids`` [T, k] (more tokens: over again). The router itself,
+    of ``kernels``, still runs."""
+    route, choose = kernels.route, kernels.choose
 
-    def own(x: Tensor, ids: Tensor, weights: Tensor, w13: Any, w2: Any, act: Any, first: int = 0, _: int = 0) -> Tensor:
-        here = (ids >= first) & (ids < first + len(w13))
-        token, choice = here.nonzero(as_tuple=True)
-        out = torch.zeros_like(x)
-        if not len(token):
-            return out
-        own_ids, own_weights = ((t[token, choice]).unsqueeze(1) for t in (ids - first, weights))
-        return out.index_add_(0, token, experts(x[token], own_ids, own_weights, w13, w2, act))
+    def chosen(count: int) -> Tensor:
+        return ids[:count] if count <= len(ids) else ids.repeat(-(-count // len(ids)), 1)[:count]
 
-    return own
+    def own_route(*given: Any) -> tuple[Tensor, Tensor]:
+        return chosen(len(given[0])), route(*given)[1]
+
+    def own_choose(*given: Any) -> tuple[Tensor, ...]:
+        assert choose is not None
+        return chosen(len(given[0])), *choose(*given)[1:]
+
+    ffn.kernels = dataclasses.replace(ffn.kernels, route=own_route, choose=None if choose is None else own_choose)
 
 
 def busiest_to(ids: Tensor, rows: int, local: range, total: int) -> Tensor:

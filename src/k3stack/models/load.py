@@ -21,10 +21,11 @@ from k3stack.models.network import Model
 from k3stack.models.pages import move_to_large_pages, small_pages
 from k3stack.models.prepare import prepare
 from k3stack.models.stream_in import stream_in
+from k3stack.models.views import STORED
 
 log = logging.getLogger(__name__)
 LoadFormat = Literal["auto", "dummy"]
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {name: STORED[name] for name in ("float64", "float32", "bfloat16")}
 
 
 @torch.inference_mode(False)  # weights made in a caller's inference mode could not be written by the reader's threads

@@ -43,12 +43,17 @@ def experts(
     w13: Sequence[Weight],
     w2: Sequence[Weight],
     activation: Callable[[Tensor], Tensor],
+    first: int = 0,
+    total: int | None = None,
 ) -> Tensor:
-    """See ``reference.experts``; w13 and w2 may be packed, one weight an expert.
+    """See ``reference.experts``; w13 and w2 may be packed, one weight an expert. They may be the experts from ``first``
+    on of ``total`` that ``ids`` names: choices of others add nothing.
 
     Few tokens go through all experts of a stack at once. Else each expert's tokens lie together, and groups of few
     tokens are filled up (with token 0, whose extra results nobody reads), which is faster than computing fewer rows.
     """
+    if total is not None and total > len(w13):
+        return choices_here(experts, x, ids, weights, w13, w2, activation, first)
     tokens, top_k = ids.shape
     if isinstance(w13, Stack) and isinstance(w2, Stack) and tokens * top_k <= linear.ONE_IMAGE * len(w13):
         chosen: list[int] = ids.reshape(-1).tolist()
@@ -83,6 +88,27 @@ def experts(
     where[order] = place
     # One fused pass: gather each token's k results, weigh and add them, in the order of ids.
     return F.embedding_bag(where.view(tokens, top_k), results, per_sample_weights=weights, mode="sum").to(x.dtype)
+
+
+def choices_here(
+    run: Callable[..., Tensor],
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Sequence[Weight],
+    w2: Sequence[Weight],
+    activation: Callable[[Tensor], Tensor],
+    first: int,
+) -> Tensor:
+    """``run`` (as ``experts``) for choices among more experts than w13's, which are those from ``first`` on: each
+    choice that is here is a token of its own, since no token may choose an expert twice."""
+    here = (ids >= first) & (ids < first + len(w13))
+    token, choice = here.nonzero(as_tuple=True)
+    if not len(token):
+        return torch.zeros_like(x)
+    own_ids, own_weights = (t[token, choice].unsqueeze(1) for t in (ids - first, weights))
+    results = widen(run(x[token], own_ids, own_weights, w13, w2, activation))
+    return results.new_zeros(x.shape).index_add_(0, token, results).to(x.dtype)
 
 
 def _stacked_is_faster(counts: list[int], w13: Stack, w2: Stack) -> bool:
