@@ -52,12 +52,15 @@ def _split(pairs, ASM: tl.constexpr):
 
 
 @triton.jit
-def _share(lengths, row, splits, split, BLOCK_N: tl.constexpr):
-    """The cache rows of this program: first, and end."""
+def _share(lengths, heads, splits, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr):
+    """This program's sequence, heads, the places of their results, and cache rows: first, and end."""
+    row = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     length = tl.load(lengths + row)
     part = tl.cdiv(tl.cdiv(length, BLOCK_N), splits) * BLOCK_N
     begin = split * part
-    return begin, tl.minimum(begin + part, length)
+    return row, h, (row * heads + h) * splits + split, begin, tl.minimum(begin + part, length)
 
 
 @triton.jit
@@ -77,14 +80,10 @@ def _attend_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     await_inputs(PDL)
-    row = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    row, h, at, begin, end = _share(lengths, heads, splits, BLOCK_H, BLOCK_N)
     c = tl.arange(0, LATENT)
     r = tl.arange(0, SHARED)
     here = h < heads
-    begin, end = _share(lengths, row, splits, split, BLOCK_N)
-    at = (row * heads + h) * splits + split
     if begin >= end:
         tl.store(logsum + at, tl.full([BLOCK_H], -float("inf"), tl.float32), mask=here)
         return
@@ -134,14 +133,10 @@ def _attend_fp8_kernel(
     await_inputs(PDL)
     HALF: tl.constexpr = LATENT // 2
     HALF_SHARED: tl.constexpr = SHARED // 2
-    row = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    row, h, at, begin, end = _share(lengths, heads, splits, BLOCK_H, BLOCK_N)
     c = tl.arange(0, HALF)
     r = tl.arange(0, HALF_SHARED)
     here = (h < heads)[:, None]
-    begin, end = _share(lengths, row, splits, split, BLOCK_N)
-    at = (row * heads + h) * splits + split
     if begin >= end:
         tl.store(logsum + at, tl.full([BLOCK_H], -float("inf"), tl.float32), mask=h < heads)
         return
