@@ -12,6 +12,11 @@ PRODUCT = re.compile(r"HGMMA\S* R\d+, R(\d+), gdesc")
 TARGET = re.compile(r"(\S+) (?:P\d, )?R(\d+)")
 BACK = re.compile(r"BRA\S* .*?0x([0-9a-f]+)")
 NO_TARGET = ("ST", "LDGSTS", "RED", "BRA", "HGMMA")
+LOW_WORD = re.compile(r"UIADD3 UR\d+, (UP\d), (UR\d+), ")
+HIGH_WORD = re.compile(r"UIADD3\.X UR\d+, (UR\d+), (-?0x[0-9a-f]+), URZ, (UP\d)")
+UNIFORM = re.compile(r"[SU]\w[\w.]* (?:UP\d, )?UR(\d+)")
+ADDRESS = re.compile(r"(USGXT\.U32 .* 0xe|ULOP3\.LUT .* 0x3fff, URZ, 0xc0, !UPT)$")
+"""What leaves 14 bits: a place in shared memory, in units of 16 bytes."""
 
 
 def listing(cubin: bytes) -> str:
@@ -53,4 +58,30 @@ def _overwritten(code: list[tuple[int, str]]) -> list[str]:
             wide = 4 if ".128" in target[1] or "M88.4" in target[1] else 2 if re.search(r"\.64|WIDE", target[1]) else 1
             if busy & set(range(int(target[2]), int(target[2]) + wide)):
                 found.append(f"{at:#x} {instruction}")
+    return found
+
+
+def misaddressed(text: str) -> list[str]:
+    """Descriptors of an operand in shared memory that are not the operand's place plus a constant.
+
+    A product's second and later steps take 64 bits: the place's 14, zero-extended, plus a constant whose two highest
+    bits name the swizzle. ptxas 12.8 sometimes adds the constant to registers that hold something else.
+    """
+    written: dict[str, str] = {}
+    carries: dict[str, bool] = {}
+    found = []
+    for m in INSTRUCTION.finditer(text):
+        instruction = m[2]
+        if high := HIGH_WORD.match(instruction):
+            constant = int(high[2], 16) & 0xFFFFFFFF
+            swizzled = constant >> 30 and constant != 0xFFFFFFFF
+            zero = written.get(high[1], "").endswith(", URZ")
+            if swizzled and not (zero and carries.get(high[3], False)):
+                found.append(f"{int(m[1], 16):#x} {instruction}")
+        elif low := LOW_WORD.match(instruction):
+            carries[low[1]] = bool(ADDRESS.search(written.get(low[2], "")))
+        if target := UNIFORM.match(instruction):
+            written[f"UR{target[1]}"] = instruction
+            if ".64" in instruction or "WIDE" in instruction:
+                written[f"UR{int(target[1]) + 1}"] = instruction
     return found

@@ -24,7 +24,9 @@ def test_kernels_compile_for_sm_90(case: str) -> None:
     def note(name: str, compiled: Any) -> None:
         assert compiled.asm["cubin"], name
         if "wgmma" in compiled.asm["ptx"]:
-            assert not sass.overwritten(sass.listing(compiled.asm["cubin"])), name
+            code = sass.listing(compiled.asm["cubin"])
+            assert not sass.overwritten(code), name
+            assert not sass.misaddressed(code), name
         done.append(name)
 
     with triton_cases.compiling(note):
@@ -42,6 +44,20 @@ def test_registers_of_products_under_way_are_seen() -> None:
     ]
     assert [f[:5] for f in sass.overwritten("\n".join(lines))] == ["0x140", "0x100"]
     assert not sass.overwritten("\n".join(lines).replace("0x7", "0x0"))
+
+
+def test_descriptors_made_of_other_registers_are_seen() -> None:
+    lines = [
+        "/*0100*/ USGXT.U32 UR22, UR22, 0xe ;",
+        "/*0110*/ UMOV UR9, URZ ;",
+        "/*0120*/ UIADD3 UR4, UP0, UR22, 0x40, URZ ;",
+        "/*0130*/ UIADD3.X UR5, UR9, -0x7fffffe0, URZ, UP0, !UPT ;",
+        "/*0140*/ UIADD3.X UR6, UR8, -0x1, URZ, UP0, !UPT ;",
+    ]
+    assert not sass.misaddressed("\n".join(lines))
+    for wrong in ("UIMAD UR22, UR22, UR4, UR5", "UIMAD UR9, UR22, UR4, UR5"):
+        changed = [*lines[:2], f"/*0118*/ {wrong} ;", *lines[2:]]
+        assert [f[:5] for f in sass.misaddressed("\n".join(changed))] == ["0x130"]
 
 
 @pytest.mark.parametrize(

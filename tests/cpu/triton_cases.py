@@ -155,11 +155,11 @@ def kda_step() -> None:
 
 
 def kda_chunks() -> None:
-    for heads, bound in ((3, -5.0), (32, None)):
-        p, wide = heads * 128, {"dtype": F32}
-        vectors = (m(4, 3 * p, **wide), m(heads, **wide), m(p, **wide), m(128, **wide))
+    for heads, k, bound in ((3, 128, -5.0), (32, 128, None), (2, 64, None), (3, 32, -5.0), (2, 16, None)):
+        p, wide = heads * k, {"dtype": F32}
+        vectors = (m(4, 3 * p, **wide), m(heads, **wide), m(p, **wide), m(k, **wide))
         tiles = ChunkTiles(64, 32, ints(4, 32), ints(5, 2))
-        arena = m(9, 3, 3 * p), m(9, heads, 128, 128, **wide), tiles
+        arena = m(9, 3, 3 * p), m(9, heads, k, k, **wide), tiles
         inputs = m(2048, 3 * p), m(2048, p), m(2048, p), m(2048, heads)
         kda_chunk.chunks(*inputs, *vectors, *arena, bound, 1e-5, m(2048, p))
 

@@ -190,7 +190,7 @@ def test_kda_decode_from_low_ranks(
     assert torch.equal(arenas[0][0], arenas[1][0])
 
 
-@pytest.mark.parametrize(("bound", "heads", "k"), [(-5.0, 3, 32), (None, 2, 128)])
+@pytest.mark.parametrize(("bound", "heads", "k"), [(-5.0, 3, 32), (None, 2, 16), (-5.0, 2, 64), (None, 2, 128)])
 def test_kda_chunks(dtype: torch.dtype, bound: float | None, heads: int, k: int) -> None:
     """Sequences of a few tokens, of one tile and of several, between tokens that belong to no chunk."""
     starts, counts, blocks = [1, 4, 68, 140], [2, 64, 70, 9], [4, 0, 5, 2]

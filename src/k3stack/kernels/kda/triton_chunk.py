@@ -35,6 +35,8 @@ class Options:
 
 
 TUNED = Options()
+SOLVE_NARROW = 8
+"""Warps that solve tiles of heads under 64 wide: with four, ptxas 12.8 takes wrong registers for an operand's place."""
 PROGRAMS = 264
 """Programs that fill the device, two a multiprocessor."""
 FACTOR_LIMIT = 84.0
@@ -384,4 +386,5 @@ def _within(
         num_warps=options.inside,
         num_stages=1,
     )
-    start.launch(_solve_kernel, (*grid,), *(k, v, c, beta, a, w, u), **constants, num_warps=options.solve)
+    warps = options.solve if constants["K"] >= 64 else SOLVE_NARROW
+    start.launch(_solve_kernel, (*grid,), *(k, v, c, beta, a, w, u), **constants, num_warps=warps)
