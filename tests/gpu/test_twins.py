@@ -64,6 +64,23 @@ def test_norms(dtype: torch.dtype) -> None:
     same(norm.l2_norm(a, 1e-6), norm_reference.l2_norm(a, 1e-6), torch.float32)
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=lambda order: "".join(map(str, order)))
+def test_a_kernel_is_started_as_it_was_compiled_for_its_arguments(dtype: torch.dtype, order: tuple[int, ...]) -> None:
+    # Whichever comes first: multiples of 16 and others, as width, as distance of rows, and as address.
+    cases = [
+        (draw(5, 112, dtype=dtype)[:, :96], draw(96, dtype=dtype, seed=1)),
+        (draw(5, 113, dtype=dtype)[:, :96], draw(96, dtype=dtype, seed=1)),
+        (draw(5, 112, dtype=dtype)[:, 1:98], draw(97, dtype=dtype, seed=1)),
+        (draw(5, 1, dtype=dtype), draw(1, dtype=dtype, seed=1)),
+    ]
+    for i in (*order, *order):
+        x, w = cases[i]
+        same(norm.rms_norm(x, w, 1e-5), norm_reference.rms_norm(x, w, 1e-5), dtype)
+        rows = x.unsqueeze(1).clone()
+        score = draw(x.shape[1], seed=2)
+        same(residual.mix(rows, score, 1e-5), residual_reference.mix(rows, score, 1e-5), dtype)
+
+
 def test_activations(dtype: torch.dtype) -> None:
     x = draw(4, 2 * 1100, dtype=dtype, scale=8.0)
     same(activation.situ_glu(x, 4.0, 25.0), activation_reference.situ_glu(x, 4.0, 25.0), dtype)

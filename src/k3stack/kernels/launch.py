@@ -12,7 +12,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from k3stack.kernels.restart import starts_if_known
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# None: every start goes Triton's way.
+STARTS = None if INTERPRETED else starts_if_known()
 
 
 @triton.jit
@@ -26,8 +30,11 @@ def await_inputs(PDL: tl.constexpr):
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Start ``kernel`` on ``grid`` programs; ``options`` are its compile-time arguments, warps and stages."""
-    if all(grid):
-        kernel[grid](*args, **options_of(kernel, options))
+    if not all(grid) or (STARTS is not None and STARTS.again(kernel, grid, args, options)):
+        return
+    compiled = kernel[grid](*args, **options_of(kernel, options))
+    if STARTS is not None and compiled is not None:
+        STARTS.remember(kernel, args, options, compiled)
 
 
 def options_of(kernel: Any, options: dict[str, Any]) -> dict[str, Any]:

@@ -149,6 +149,9 @@ def _torch(dtype: torch.dtype, why: str) -> Kernels:
 
 
 def _triton(dtype: torch.dtype) -> Kernels:
+    import triton
+
+    from k3stack.kernels import launch
     from k3stack.kernels.activation import triton as fast_activation
     from k3stack.kernels.kda import triton as fast_kda
     from k3stack.kernels.kda import triton_chunk as fast_kda_chunk
@@ -162,7 +165,8 @@ def _triton(dtype: torch.dtype) -> Kernels:
 
     return Kernels(
         name="triton",
-        why="Triton kernels for CUDA; cuBLAS for plain products; torch for MLA of chunks",
+        why="Triton kernels for CUDA; cuBLAS for plain products; torch for MLA of chunks"
+        + ("" if launch.STARTS else f"; started by Triton {triton.__version__} itself, at more of the host's time"),
         pack=fast_linear.pack,
         stacker=stacked.Stacker,
         linear=fast_linear.linear,

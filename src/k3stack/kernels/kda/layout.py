@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,6 +76,8 @@ class ChunkTiles:
     """int64 [4, tiles]: first token among the step's, tokens, the sequence's first token, its state block."""
     per_sequence: Tensor
     """int64 [5, sequences]: first tile, tiles, first token, last token, state block."""
+    kept: dict[Any, Any] = field(default_factory=dict, compare=False)
+    """What kernels keep from one layer of the step to the next."""
 
 
 def chunk_tiles(starts: list[int], counts: list[int], blocks: list[int], device: torch.device) -> ChunkTiles:

@@ -7,7 +7,7 @@ not need the state; the states from tile to tile; the outputs with their gated n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -34,9 +34,37 @@ class Options:
     output: int = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """What passes between the kernels, for all tiles and heads [tiles, heads, ...]: in the inputs' dtype, then fp32."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w: Tensor
+    u: Tensor
+    decayed_q: Tensor
+    decayed_k: Tensor
+    qk: Tensor
+    kept: Tensor
+    """States before each tile."""
+    decay: Tensor
+    beta: Tensor
+    fade: Tensor
+    a: Tensor
+    near_kk: Tensor
+    near_qk: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(getattr(self, f.name).nbytes for f in fields(self))
+
+
 TUNED = Options()
 SOLVE_NARROW = 8
 """Warps that solve tiles of heads under 64 wide: with four, ptxas 12.8 takes wrong registers for an operand's place."""
+KEPT_BYTES = 256 << 20
+"""Most bytes of rooms that stay from one layer to the next: with more of them, the host has time to ask again."""
 PROGRAMS = 264
 """Programs that fill the device, two a multiprocessor."""
 FACTOR_LIMIT = 84.0
@@ -304,20 +332,16 @@ def chunks(
     the tokens that ``tiles`` names; the others stay.
     """
     heads, k = b.shape[1], states.shape[2]
-    n, c, fp32 = tiles.tiles, tiles.tile, torch.float32
-
-    def room(*shape: int, dtype: torch.dtype = raw.dtype) -> Tensor:
-        return torch.empty(n, heads, *shape, dtype=dtype, device=raw.device)
-
-    q, key, v, w, u, decayed_q, decayed_k = (room(c, k) for _ in range(7))
-    decay, beta, fade = room(c, k, dtype=fp32), room(c, dtype=fp32), room(k, dtype=fp32)
-    qk, kept = room(c, c), room(k, k)
+    n, c = tiles.tiles, tiles.tile
+    factored = lower_bound is not None and -lower_bound * SUB <= FACTOR_LIMIT
+    rooms = rooms_for(tiles, heads, k, raw, factored=factored)
     sizes: dict[str, Any] = {"K": k, "C": c}
-    precision = {"PRECISION": "ieee" if raw.dtype == fp32 else "tf32"}
+    precision = {"PRECISION": "ieee" if raw.dtype == torch.float32 else "tf32"}
     start.launch(
         _prepare_kernel,
         (n, heads),
-        *(raw, f, b, conv, exp_a, dt_bias, windows, tiles.per_tile, q, key, v, decay, beta),
+        *(raw, f, b, conv, exp_a, dt_bias, windows, tiles.per_tile),
+        *(rooms.q, rooms.k, rooms.v, rooms.decay, rooms.beta),
         *(raw.stride(0), f.stride(0), b.stride(0), windows.stride(0), heads * k, n, k**-0.5),
         *(0.0 if lower_bound is None else lower_bound, L2_EPS),
         **sizes,
@@ -326,17 +350,16 @@ def chunks(
         num_warps=options.prepare,
     )
     move_windows(raw, windows, *tiles.per_sequence[2:])
-    factored = lower_bound is not None and -lower_bound * SUB <= FACTOR_LIMIT
-    within = {**sizes, **precision, "SUB": SUB}
-    _within((q, key, v, decay, beta), (qk, decayed_q, decayed_k, fade, w, u), within, options, factored=factored)
+    _within(rooms, {**sizes, **precision, "SUB": SUB}, options, factored=factored)
     sequences = tiles.per_sequence.shape[1]
     values = options.values or state_columns(sequences * heads, k)
     # The values have been used up: their room takes the corrected ones.
-    corrected = v
+    corrected = rooms.v
     start.launch(
         _carry_kernel,
         (sequences, heads, k // values),
-        *(w, u, decayed_k, fade, states, tiles.per_sequence, kept, corrected, sequences, states.stride(0)),
+        *(rooms.w, rooms.u, rooms.decayed_k, rooms.fade, states, tiles.per_sequence, rooms.kept, corrected),
+        *(sequences, states.stride(0)),
         **sizes,
         VALUES=values,
         **precision,
@@ -346,7 +369,7 @@ def chunks(
     start.launch(
         _output_kernel,
         (n, heads),
-        *(decayed_q, qk, kept, corrected, gate, norm, tiles.per_tile, out),
+        *(rooms.decayed_q, rooms.qk, rooms.kept, corrected, gate, norm, tiles.per_tile, out),
         *(gate.stride(0), out.stride(0), n, eps),
         **sizes,
         **precision,
@@ -354,37 +377,47 @@ def chunks(
     )
 
 
-def _within(
-    inputs: tuple[Tensor, ...],
-    results: tuple[Tensor, ...],
-    constants: dict[str, Any],
-    options: Options,
-    *,
-    factored: bool,
-) -> None:
+def rooms_for(tiles: ChunkTiles, heads: int, k: int, raw: Tensor, *, factored: bool) -> Rooms:
+    """Uninitialised; those of the layer before, where they are few enough to be kept: all kernels come one by one."""
+    name = ("kda rooms", heads, k, raw.dtype, factored)
+    if name in tiles.kept:
+        kept: Rooms = tiles.kept[name]
+        return kept
+    n, c = tiles.tiles, tiles.tile
+
+    def room(*shape: int, dtype: torch.dtype = raw.dtype) -> Tensor:
+        return torch.empty(n, heads, *shape, dtype=dtype, device=raw.device)
+
+    def wide(*shape: int) -> Tensor:
+        return room(*shape, dtype=torch.float32)
+
+    near = 0 if factored else SUB
+    same = (room(c, k) for _ in range(7))
+    rooms = Rooms(*same, room(c, c), room(k, k), wide(c, k), wide(c), wide(k), wide(c, c), wide(c, near), wide(c, near))
+    if rooms.nbytes <= KEPT_BYTES:
+        tiles.kept[name] = rooms
+    return rooms
+
+
+def _within(r: Rooms, constants: dict[str, Any], options: Options, *, factored: bool) -> None:
     """What needs no state: from q, k, v, c, beta of all tiles to q k^T, the decayed q and k, exp(c_C), w and u."""
-    q, k, v, c, beta = inputs
-    qk, decayed_q, decayed_k, fade, w, u = results
-    grid, tokens = q.shape[:2], constants["C"]
-    near_kk, near_qk, a = (
-        torch.empty(*grid, tokens, width, dtype=torch.float32, device=q.device) for width in (SUB, SUB, tokens)
-    )
+    grid = r.q.shape[:2]
     if not factored:
         start.launch(
             _diagonal_kernel,
             (*grid,),
-            *(q, k, c, near_kk, near_qk),
+            *(r.q, r.k, r.decay, r.near_kk, r.near_qk),
             **{name: value for name, value in constants.items() if name != "PRECISION"},
             num_warps=options.diagonal,
         )
     start.launch(
         _inside_kernel,
         (*grid,),
-        *(q, k, c, beta, near_kk, near_qk, a, qk, decayed_q, decayed_k, fade),
+        *(r.q, r.k, r.decay, r.beta, r.near_kk, r.near_qk, r.a, r.qk, r.decayed_q, r.decayed_k, r.fade),
         **constants,
         FACTORED=factored,
         num_warps=options.inside,
         num_stages=1,
     )
     warps = options.solve if constants["K"] >= 64 else SOLVE_NARROW
-    start.launch(_solve_kernel, (*grid,), *(k, v, c, beta, a, w, u), **constants, num_warps=warps)
+    start.launch(_solve_kernel, (*grid,), *(r.k, r.v, r.decay, r.beta, r.a, r.w, r.u), **constants, num_warps=warps)
