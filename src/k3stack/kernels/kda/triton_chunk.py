@@ -349,7 +349,7 @@ def chunks(
         BOUNDED=lower_bound is not None,
         num_warps=options.prepare,
     )
-    move_windows(raw, windows, *tiles.per_sequence[2:])
+    move_windows(raw, windows, *tiles.ends)
     _within(rooms, {**sizes, **precision, "SUB": SUB}, options, factored=factored)
     sequences = tiles.per_sequence.shape[1]
     values = options.values or state_columns(sequences * heads, k)

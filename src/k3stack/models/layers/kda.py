@@ -80,8 +80,9 @@ class KdaAttention(Part):
     def sharded(self, x: Tensor, step: Step, views: ArenaViews, exchange: Exchange) -> Tensor:
         """x [S, hidden], the rank's share of a step's tokens -> its heads' part of the outputs [T, hidden]. What every
         rank would compute alike is computed of the share."""
-        x, low = exchange.gather(x, self.kernels.linear(x, self.w_in[self.own_rows :]))
-        raw, gate, b, _ = self.kernels.linear(x, self.w_in[: self.own_rows]).split(self.sizes[:4], dim=1)
+        w_own, w_low = self.w_in.tensor_split((self.own_rows,))
+        x, low = exchange.gather(x, self.kernels.linear(x, w_low))
+        raw, gate, b, _ = self.kernels.linear(x, w_own).split(self.sizes[:4], dim=1)
         f, gate_low, _ = low.split(self.sizes[4:], dim=1)
         y = self._between((raw, f, gate if self.full_rank else gate_low, b), step, views)
         return self.kernels.linear(y, self.w_out)

@@ -112,11 +112,12 @@ class ResidualStream:
         self.bank = embedded.new_empty(embedded.shape[0], scorers.rows + 1, embedded.shape[1])
         self.bank[:, 0] = embedded
         self.prefix = 0
+        self._scores = scorers.weights[:, :, 0].flatten(0, 1).unbind()
         self._waiting: Tensor | None = None
         self._replaces = False
 
     def attention_input(self, layer: int, norm: Tensor) -> Tensor:
-        return self._mix(self.scorers.weights[layer, 0, 0], norm)
+        return self._mix(self._scores[2 * layer], norm)
 
     def attention_output(self, layer: int, y: Tensor) -> None:
         if layer % self.scorers.block == 0:
@@ -128,7 +129,7 @@ class ResidualStream:
             self._join(y, replaces=False)
 
     def ffn_input(self, layer: int, norm: Tensor) -> Tensor:
-        return self._mix(self.scorers.weights[layer, 1, 0], norm)
+        return self._mix(self._scores[2 * layer + 1], norm)
 
     def ffn_output(self, layer: int, y: Tensor) -> None:
         self._join(y, replaces=False)
