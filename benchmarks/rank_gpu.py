@@ -206,7 +206,8 @@ def part_runs(rank: Rank, batch: DecodeBatch | ForwardBatch) -> dict[str, Callab
     choice = [ffn.kernels.route(ffn.kernels.router_logits(x, ffn.router), ffn.bias, ffn.moe.top_k, 1.0, True)
               for ffn in moe]  # fmt: skip
 
-    no_experts = [dataclasses.replace(ffn.kernels, experts=lambda z, *_: torch.empty_like(z)) for ffn in moe]
+    no_experts = [dataclasses.replace(ffn.kernels, experts=lambda z, *_: torch.empty_like(z), experts_plus=None)
+                  for ffn in moe]  # fmt: skip
 
     def attention(layers: list[Any]) -> Callable[[], None]:
         def run() -> None:

@@ -26,6 +26,7 @@ from k3stack.kernels.kda.layout import ChunkTiles
 from k3stack.kernels.linear import triton as linear
 from k3stack.kernels.mla import triton as mla
 from k3stack.kernels.moe import triton as moe
+from k3stack.kernels.moe import triton_route
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 from k3stack.kernels.norm import triton as norm
 from k3stack.kernels.residual import triton as residual
@@ -115,6 +116,7 @@ def glu(kind: str) -> Glu:
 
 def small() -> None:
     norm.rms_norm(m(4, 7168), m(7168), 1e-5)
+    norm.add_norm(m(4, 2304), m(4, 2304), m(2304), 1e-5)
     norm.gated_rms_norm(m(4, 6, 128, dtype=F32), m(4, 6, 128), m(128, dtype=F32), 1e-5)
     norm.l2_norm(m(4, 12, 128, dtype=F32), 1e-6)
     activation.situ_glu(m(4, 768), 4.0, 25.0)
@@ -125,9 +127,9 @@ def small() -> None:
         m(4096, 9, 7168), m(4096, 7168), residual.ADD, m(7168, dtype=F32), 1e-5, m(7168), 1e-5, mixed=False
     )
     residual.mix_norm(m(4, 9, 7168), m(4, 7168), residual.REPLACE, m(7168, dtype=F32), 1e-5, m(7168), 1e-5, mixed=True)
-    moe.choose(m(4, 5248, dtype=F32), m(896, dtype=F32), (896, 3584, 768), glu("situ"), 16, 1.0, True)
-    moe.choose(m(4, 2304, dtype=F32), m(256, dtype=F32), (256, 0, 2048), glu("silu"), 8, 2.4, True)
-    moe.route(m(4, 896, dtype=F32), m(896, dtype=F32), 16, 1.0, True)
+    triton_route.choose(m(4, 5248, dtype=F32), m(896, dtype=F32), (896, 3584, 768), glu("situ"), 16, 1.0, True)
+    triton_route.choose(m(4, 2304, dtype=F32), m(256, dtype=F32), (256, 0, 2048), glu("silu"), 8, 2.4, True)
+    triton_route.route(m(4, 896, dtype=F32), m(896, dtype=F32), 16, 1.0, True)
 
 
 def products() -> None:
@@ -185,9 +187,10 @@ def experts_packed() -> None:
 
 
 def experts_plain() -> None:
-    for tokens in (4, 4096):
-        w13, w2 = m(256, 2048, 2304), m(256, 2304, 1024)
+    w13, w2 = m(256, 2048, 2304), m(256, 2304, 1024)
+    for tokens in (1, 16, 4096):
         moe.experts(m(tokens, 2304), ints(tokens, 8), m(tokens, 8, dtype=F32), w13, w2, glu("silu"))
+    moe.experts_plus(m(1, 2304), ints(1, 8), m(1, 8, dtype=F32), w13, w2, glu("silu"), (m(1, 1024), m(2304, 1024)))
 
 
 def sampled() -> None:

@@ -25,7 +25,7 @@ from k3stack.kernels.mla import reference as mla_reference
 from k3stack.kernels.mla import triton as mla
 from k3stack.kernels.moe import reference as moe_reference
 from k3stack.kernels.moe import triton as moe
-from k3stack.kernels.moe import triton_chunk, triton_decode
+from k3stack.kernels.moe import triton_chunk, triton_decode, triton_route
 from k3stack.kernels.mxfp4 import cpu as mxfp4
 from k3stack.kernels.mxfp4.triton import halves
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight, in_tiles
@@ -58,6 +58,11 @@ def same(mine: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
 def test_norms(dtype: torch.dtype) -> None:
     x, w = draw(5, 112, dtype=dtype)[:, :96], draw(96, dtype=dtype, seed=1)
     same(norm.rms_norm(x, w, 1e-5), norm_reference.rms_norm(x, w, 1e-5), dtype)
+    y = draw(5, 96, dtype=dtype, seed=4)
+    added = x + y
+    mine = x.contiguous()
+    same(norm.add_norm(mine, y, w, 1e-5), norm_reference.rms_norm(added, w, 1e-5), dtype)
+    assert torch.equal(mine, added)
     a, gate, v = draw(5, 3, 32), draw(5, 112, dtype=dtype, seed=2)[:, 16:], draw(32, seed=3)
     gate = gate.reshape(5, 3, 32)
     same(norm.gated_rms_norm(a, gate, v, 1e-5), norm_reference.gated_rms_norm(a, gate, v, 1e-5), dtype)
@@ -287,7 +292,7 @@ def test_cache_rows_are_written(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_router(dtype: torch.dtype, tokens: int, experts: int, top_k: int, renormalize: bool) -> None:
     logits, bias = draw(tokens, experts), draw(experts, seed=1, scale=0.3)
-    ids, weights = moe.route(logits, bias, top_k, 2.446, renormalize)
+    ids, weights = triton_route.route(logits, bias, top_k, 2.446, renormalize)
     ids_r, weights_r = moe_reference.route(logits, bias, top_k, 2.446, renormalize)
     order, order_r = ids.argsort(-1), ids_r.argsort(-1)
     assert torch.equal(ids.gather(1, order), ids_r.gather(1, order_r))
@@ -297,7 +302,7 @@ def test_router(dtype: torch.dtype, tokens: int, experts: int, top_k: int, renor
 def test_a_router_without_numbers_still_names_experts(dtype: torch.dtype) -> None:
     logits = draw(3, 24)
     logits[1] = float("nan")
-    ids, weights = moe.route(logits, draw(24, seed=1), 4, 1.0, True)
+    ids, weights = triton_route.route(logits, draw(24, seed=1), 4, 1.0, True)
     assert 0 <= int(ids.min()) <= int(ids.max()) < 24
     assert weights[1].isnan().all()
     assert weights[[0, 2]].isfinite().all()
@@ -325,9 +330,9 @@ def test_what_follows_the_joined_products(dtype: torch.dtype, sizes: tuple[int, 
     products, bias = draw(3, sum(sizes), scale=4.0), draw(sizes[0], seed=1, scale=0.3)
     situ = sizes[1] > 0
     act = Glu("situ" if situ else "silu", 4.0, 25.0, lambda t: slow_glu(t, situ))
-    ids, weights, latent, hidden = moe.choose(products, bias, sizes, act, 4, 2.4, True)
+    ids, weights, latent, hidden = triton_route.choose(products, bias, sizes, act, 4, 2.4, True)
     logits, z, gate_up = products.split(list(sizes), dim=1)
-    ids_r, weights_r = moe.route(logits.contiguous(), bias, 4, 2.4, True)
+    ids_r, weights_r = triton_route.route(logits.contiguous(), bias, 4, 2.4, True)
     assert torch.equal(ids, ids_r)
     assert torch.equal(weights, weights_r)
     assert latent.shape == z.shape
@@ -360,6 +365,47 @@ def test_experts(dtype: torch.dtype, kind: str, packed: bool, tokens: int, first
     mine = moe.experts(x, ids, weights, w13, w2, act, first)
     theirs = moe_reference.experts(x.cpu(), ids.cpu(), weights.cpu(), *full, lambda t: slow_glu(t, situ))
     same(mine.cpu(), theirs, dtype)
+
+
+@pytest.mark.parametrize(("tokens", "width", "inner"), [(1, 512, 64), (3, 96, 48), (5, 96, 48)])
+def test_experts_and_another_product(dtype: torch.dtype, tokens: int, width: int, inner: int) -> None:
+    """Few tokens and more; some chosen experts are elsewhere."""
+    experts, here, first, top_k, other = 12, 8, 4, 3, 80
+    x, y = draw(tokens, width + 8, dtype=dtype)[:, :width], draw(tokens, other, dtype=dtype, seed=5)
+    w13 = draw(here, 2 * inner, width, dtype=dtype, seed=1, scale=0.2)
+    w2 = draw(here, width, inner, dtype=dtype, seed=2, scale=0.2)
+    plus = draw(width, other, dtype=dtype, seed=6, scale=0.2)
+    ids = draw(tokens, experts, seed=3).topk(top_k, dim=-1).indices
+    weights = torch.softmax(draw(tokens, top_k, seed=4), -1)
+    act = Glu("silu", 1.0, 1.0, lambda t: slow_glu(t, False))
+    mine = moe.experts_plus(x, ids, weights, w13, w2, act, (y, plus), first, experts)
+    full = [torch.zeros(experts, *w.shape[1:], dtype=dtype) for w in (w13, w2)]
+    for whole, w in zip(full, (w13, w2), strict=True):
+        whole[first : first + here] = w.cpu()
+    theirs = moe_reference.experts(x.cpu(), ids.cpu(), weights.cpu(), *full, lambda t: slow_glu(t, False))
+    same(mine.cpu(), (theirs.float() + y.cpu().float() @ plus.cpu().float().T).to(dtype), dtype)
+
+
+def rows_of(scores: Tensor) -> list[list[int]]:
+    """Experts of each row [T, E], the best first, of equal ones the lower."""
+    return [sorted(range(len(row)), key=lambda e: (-row[e], e)) for row in scores.tolist()]
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(24, 4), (256, 8), (896, 16), (1000 if INTERPRETED else 1100, 5)])
+def test_equal_scores_go_to_the_lower_expert(dtype: torch.dtype, experts: int, top_k: int) -> None:
+    logits = draw(9, experts, scale=3.0).round()
+    logits[0] = 0.0
+    logits[1, : experts // 2] = -20.0
+    logits[2, 5:] = -float("inf")
+    bias = draw(experts, seed=1, scale=0.5).round(decimals=1)
+    scores = torch.sigmoid(logits) + bias
+    for alike in (torch.zeros_like(bias), bias):
+        ids, weights = triton_route.route(logits, alike, top_k, 1.0, False)
+        if alike is not bias:
+            assert ids.tolist() == [row[:top_k] for row in rows_of(logits)]
+        else:
+            assert torch.equal(scores.gather(1, ids), scores.topk(top_k, -1).values)
+        same(weights, torch.sigmoid(logits).gather(1, ids), torch.float32)
 
 
 @pytest.mark.parametrize(("columns", "rows", "tokens", "lone"), [(1, 4, 9, False), (4, 2, 1, True), (2, 4, 1, False)])

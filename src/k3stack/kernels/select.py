@@ -70,13 +70,17 @@ class Kernels:
     mla_chunks: Callable[..., list[Tensor]] | None = None
     """``mla_attend`` of all chunks of a step over their pages (``mla.cpu.attend_chunks``)."""
     choose: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
-    """What follows the joined products of few tokens (``moe.triton.choose``)."""
+    """What follows the joined products of few tokens (``moe.triton_route.choose``)."""
+    experts_plus: Callable[..., Tensor] | None = None
+    """``experts`` plus another product (``moe.triton.experts_plus``)."""
     linear_plus: Callable[[Tensor, Weight, Tensor], Tensor] | None = None
     """``linear`` plus a tensor, which may be overwritten."""
     linear_both: Callable[[Tensor, Weight, Tensor, Weight], Tensor] | None = None
     """The sum of two ``linear`` of as many outputs, in one."""
     arrange_experts: Callable[..., tuple[Any, Any]] | None = None
     """Brings the stacked experts' MXFP4 weights into the order that ``experts`` takes, once they are loaded."""
+    add_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None = None
+    """Addition and norm in one (``norm.triton.add_norm``)."""
     mix_norm: Callable[..., tuple[Tensor | None, Tensor | None]] | None = None
     """Addition, residual mix and norm in one (``residual.triton.mix_norm``)."""
 
@@ -159,6 +163,7 @@ def _triton(dtype: torch.dtype) -> Kernels:
     from k3stack.kernels.mla import cuda as mla_cuda
     from k3stack.kernels.mla import triton as fast_mla
     from k3stack.kernels.moe import triton as fast_moe
+    from k3stack.kernels.moe import triton_route as fast_route
     from k3stack.kernels.mxfp4.weight import in_tiles
     from k3stack.kernels.norm import triton as fast_norm
     from k3stack.kernels.residual import triton as fast_residual
@@ -186,7 +191,7 @@ def _triton(dtype: torch.dtype) -> Kernels:
         write_rows=fast_mla.write_rows,
         mla_attend=mla_cuda.attend,
         mla_decode=fast_mla.decode,
-        route=fast_moe.route,
+        route=fast_route.route,
         experts=fast_moe.experts,
         router_dtype=dtype,
         row_multiple=64,
@@ -195,9 +200,11 @@ def _triton(dtype: torch.dtype) -> Kernels:
         kda_step=fast_kda.decode_step,
         kda_chunks=fast_kda_chunk.chunks,
         arrange_experts=in_tiles if dtype == torch.bfloat16 else None,
-        choose=fast_moe.choose,
+        choose=fast_route.choose,
+        experts_plus=fast_moe.experts_plus,
         linear_plus=fast_linear.linear_plus,
         linear_both=fast_linear.linear_both,
+        add_norm=fast_norm.add_norm,
         mix_norm=fast_residual.mix_norm,
     )
 

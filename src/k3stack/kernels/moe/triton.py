@@ -1,4 +1,4 @@
-"""Router and experts in Triton: each expert's weights are read once a step, whatever tokens chose it.
+"""Experts in Triton: each expert's weights are read once a step, whatever tokens chose it.
 
 Which tokens chose which expert; gate and up with the activation; down; the weighted sum. The products here use matrix
 instructions; MXFP4 in tiles has its own (``triton_decode``), and so have many tokens an expert (``triton_chunk``).
@@ -17,12 +17,11 @@ from k3stack.kernels import launch as start
 from k3stack.kernels.activation.glu import Glu
 from k3stack.kernels.activation.triton import glu
 from k3stack.kernels.launch import await_inputs
-from k3stack.kernels.moe import triton_chunk, triton_decode
+from k3stack.kernels.linear.cuda import linear_plus
+from k3stack.kernels.moe import triton_chunk, triton_decode, triton_few
 from k3stack.kernels.mxfp4.triton import SHIFT, halves, unpack
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 
-ROUTE_WARPS = 8
-"""The most that share out a token's experts."""
 GROUPED = 1024
 """Choices that the grouping kernel looks at in one go."""
 
@@ -44,82 +43,6 @@ CHUNK = Tiles(64, 64, 64, 4, 4, 3)
 FEW = 16
 """Mean tokens an expert up to which ``triton_decode`` serves MXFP4 in tiles, and others ``DECODE``."""
 SUMMED = 256
-
-
-@triton.jit
-def _route(
-    logits, bias, ids, weights, token, row, experts, scaling,
-    TOPK: tl.constexpr, KEPT: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
-):  # fmt: skip
-    """The choice of one token, whose logits lie at ``row`` tokens' distance: each warp takes the best of its slice, one
-    after the other; of these, those that fewer than TOPK others surpass are chosen. Scores are compared as integers in
-    the same order, for which warps have an instruction."""
-    WIDTH: tl.constexpr = BLOCK // SLICES
-    least: tl.constexpr = -2147483648
-    logits += token * row
-    e = tl.arange(0, SLICES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    live = e < experts
-    s = 1 / (1 + tl.exp(-tl.load(logits + e, mask=live, other=0.0)))
-    bits = (s + tl.load(bias + e, mask=live, other=0.0)).to(tl.int32, bitcast=True)
-    key = tl.where(live, bits ^ ((bits >> 31) & 2147483647), least)
-    j = tl.arange(0, KEPT)[None, :]
-    best = tl.full([SLICES, KEPT], least, tl.int32)
-    names = tl.zeros([SLICES, KEPT], tl.int32) + experts
-    for i in range(TOPK):
-        top = tl.max(key, 1)[:, None]
-        name = tl.min(tl.where(key == top, e, 2147483647), 1)[:, None]
-        best = tl.where(j == i, top, best)
-        names = tl.where(j == i, name, names)
-        key = tl.where(e == name, least, key)
-    best = tl.reshape(best, [SLICES * KEPT])
-    names = tl.reshape(names, [SLICES * KEPT])
-    before = best[None, :] > best[:, None]
-    before |= (best[None, :] == best[:, None]) & (names[None, :] < names[:, None])
-    place = tl.sum(before.to(tl.int32), 1)
-    chosen = (place < TOPK) & (names < experts)
-    kept = 1 / (1 + tl.exp(-tl.load(logits + names, mask=chosen, other=-float("inf"))))
-    if RENORMALIZE:
-        kept = kept / (tl.sum(kept, 0) + 1e-20)
-    tl.store(ids + token * TOPK + place, names.to(tl.int64), mask=chosen)
-    tl.store(weights + token * TOPK + place, kept * scaling, mask=chosen)
-
-
-@triton.jit
-def _route_kernel(
-    logits, bias, ids, weights, experts, scaling,
-    TOPK: tl.constexpr, KEPT: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    await_inputs(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    _route(logits, bias, ids, weights, token, experts, experts, scaling, TOPK, KEPT, RENORMALIZE, BLOCK, SLICES)
-
-
-@triton.jit
-def _choose_kernel(
-    products, bias, ids, weights, latent, hidden, row, experts, latent_width, inner, scaling, beta, linear_beta,
-    TOPK: tl.constexpr, KEPT: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
-    PIECE: tl.constexpr,    SITU: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Of one token: the choice (program 0), a piece of the latent input, or of the shared MLP's activation."""
-    await_inputs(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    pieces = tl.cdiv(latent_width, PIECE)
-    if part == 0:
-        _route(products, bias, ids, weights, token, row, experts, scaling, TOPK, KEPT, RENORMALIZE, BLOCK, SLICES)
-    elif part <= pieces:
-        at = (part - 1) * PIECE + tl.arange(0, PIECE)
-        value = tl.load(products + token * row + experts + at, mask=at < latent_width, other=0.0)
-        tl.store(latent + token * latent_width + at, value.to(latent.dtype.element_ty), mask=at < latent_width)
-    else:
-        at = (part - 1 - pieces) * PIECE + tl.arange(0, PIECE)
-        own = products + token * row + experts + latent_width + at
-        kind = hidden.dtype.element_ty
-        gate = tl.load(own, mask=at < inner, other=0.0).to(kind).to(tl.float32)
-        up = tl.load(own + inner, mask=at < inner, other=0.0).to(kind).to(tl.float32)
-        y = glu(gate, up, beta, linear_beta, SITU)
-        tl.store(hidden + token * inner + at, y.to(kind), mask=at < inner)
 
 
 @triton.jit
@@ -269,68 +192,6 @@ def _sum_kernel(
     tl.store(out + token * width + c, acc.to(out.dtype.element_ty), mask=c < width)
 
 
-def _slices(experts: int) -> dict[str, int]:
-    """How a token's experts are shared out to warps."""
-    block = triton.next_power_of_2(experts)
-    slices = max(min(ROUTE_WARPS, block // 128), 1)
-    return {"BLOCK": block, "SLICES": slices, "num_warps": slices}
-
-
-def route(
-    logits: Tensor, bias: Tensor, top_k: int, scaling: float, renormalize: bool, forced: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """See ``reference.route``; of equal scores the lower id is taken. logits fp32."""
-    tokens, experts = logits.shape
-    if forced is not None:
-        weights = torch.sigmoid(logits).gather(1, forced)
-        if renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return forced, weights * scaling
-    ids = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
-    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
-    start.launch(
-        _route_kernel,
-        (tokens,),
-        *(logits, bias, ids, weights, experts, scaling),
-        TOPK=top_k,
-        KEPT=triton.next_power_of_2(top_k),
-        RENORMALIZE=renormalize,
-        **_slices(experts),
-    )
-    return ids, weights
-
-
-def choose(
-    products: Tensor,
-    bias: Tensor,
-    sizes: tuple[int, int, int],
-    activation: Glu,
-    top_k: int,
-    scaling: float,
-    renormalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What follows the products fp32 [T, sum of sizes]: the router's (see ``route``), the latent input's, and gate and
-    up of the shared MLP. ids int64 and weights [T, top_k]; latent input and the MLP's activation in bfloat16."""
-    tokens, (experts, latent_width, double) = products.shape[0], sizes
-    device, inner = products.device, double // 2
-    ids = torch.empty(tokens, top_k, dtype=torch.int64, device=device)
-    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
-    latent, hidden = (torch.empty(tokens, n, dtype=torch.bfloat16, device=device) for n in (latent_width, inner))
-    start.launch(
-        _choose_kernel,
-        (tokens, 1 + triton.cdiv(latent_width, SUMMED) + triton.cdiv(inner, SUMMED)),
-        *(products, bias, ids, weights, latent, hidden, products.stride(0), experts, latent_width, inner),
-        *(scaling, activation.beta, activation.linear_beta),
-        TOPK=top_k,
-        KEPT=triton.next_power_of_2(top_k),
-        RENORMALIZE=renormalize,
-        PIECE=SUMMED,
-        SITU=activation.kind == "situ",
-        **_slices(experts),
-    )
-    return ids, weights, latent, hidden
-
-
 def experts(
     x: Tensor,
     ids: Tensor,
@@ -344,6 +205,8 @@ def experts(
     """See ``reference.experts``. w13 [E, 2 I, L] and w2 [E, L, I] hold the experts ``first`` to ``first + E`` - 1 of
     ``total`` (None: E) that ``ids`` int64 names; choices of others add nothing."""
     tokens, top_k = ids.shape
+    if triton_few.fits(tokens, w13):
+        return triton_few.experts(x, ids, weights, w13, w2, activation, first)
     mean = tokens * top_k / (total or w13.shape[0])
     if mean > FEW and x.dtype == torch.bfloat16 and triton_chunk.fits(w13):
         return triton_chunk.experts(x, ids, weights, w13, w2, activation, first)
@@ -356,6 +219,23 @@ def experts(
         tiles = DECODE if mean <= FEW else CHUNK
         results = tiled(x, w13, w2, activation, lists, counts, top_k, (tiles, tiles))
     return add_up(results, ids, weights, first, w13.shape[0])
+
+
+def experts_plus(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor | Mxfp4Weight,
+    w2: Tensor | Mxfp4Weight,
+    activation: Glu,
+    other: tuple[Tensor, Tensor],
+    first: int = 0,
+    total: int | None = None,
+) -> Tensor:
+    """``experts`` plus the product of ``other``, an input [T, S] and a weight [L, S]."""
+    if triton_few.fits(ids.shape[0], w13):
+        return triton_few.experts(x, ids, weights, w13, w2, activation, first, other)
+    return linear_plus(*other, experts(x, ids, weights, w13, w2, activation, first, total))
 
 
 def group(ids: Tensor, count: int, first: int) -> tuple[Tensor, Tensor]:

@@ -12,17 +12,36 @@ from k3stack.kernels.launch import await_inputs, next_power_of_two
 
 
 @triton.jit
-def _rms_norm_kernel(x, weight, out, stride, width, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    await_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    mask = at < width
-    value = tl.load(x + row * stride + at, mask=mask, other=0.0)
+def _rms(value, weight, width, eps):
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     rounded = (wide * scale).to(value.dtype).to(tl.float32)
-    y = rounded * tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * width + at, y.to(value.dtype), mask=mask)
+    return (rounded * weight.to(tl.float32)).to(value.dtype)
+
+
+@triton.jit
+def _rms_norm_kernel(x, weight, out, stride, width, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mask = at < width
+    w = tl.load(weight + at, mask=mask, other=0.0)
+    await_inputs(PDL)
+    value = tl.load(x + row * stride + at, mask=mask, other=0.0)
+    tl.store(out + row * width + at, _rms(value, w, width, eps), mask=mask)
+
+
+@triton.jit
+def _add_norm_kernel(x, y, weight, out, width, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    mask = at < width
+    w = tl.load(weight + at, mask=mask, other=0.0)
+    row = tl.program_id(0).to(tl.int64) * width + at
+    value = tl.load(x + row, mask=mask, other=0.0)
+    await_inputs(PDL)
+    added = value.to(tl.float32) + tl.load(y + row, mask=mask, other=0.0).to(tl.float32)
+    value = added.to(value.dtype)
+    tl.store(x + row, value, mask=mask)
+    tl.store(out + row, _rms(value, w, width, eps), mask=mask)
 
 
 @triton.jit
@@ -73,6 +92,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         num_warps=warps(block),
     )
     return out.view(x.shape)
+
+
+def add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``rms_norm`` of ``x`` [T, D] after ``y`` is added to it in place. x is contiguous, and not the work of the kernel
+    just before (``launch.await_inputs``)."""
+    tokens, width = x.shape
+    out = torch.empty_like(x)
+    block = next_power_of_two(width)
+    start.launch(
+        _add_norm_kernel, (tokens,), *(x, y.contiguous(), weight, out, width, eps), BLOCK=block, num_warps=warps(block)
+    )
+    return out
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

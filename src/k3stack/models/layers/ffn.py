@@ -211,13 +211,12 @@ class MoeFfn(Part):
         logits = kernels.router_logits(x, self.router)
         choice = kernels.route(logits, self.bias, moe.top_k, moe.scaling_factor, moe.renormalize)
         z = x if moe.latent is None else kernels.linear(x, self.down)
-        own = (self.local.start, moe.experts) if len(self.local) < moe.experts else ()
         if moe.latent is None:
             x, ids, weights = exchange.gather(x, *choice)
             z = x
         else:
             x, z, ids, weights = exchange.gather(x, z, *choice)
-        partials = [kernels.experts(z, ids, weights, self.w13, self.w2, self.act, *own)]
+        partials = [kernels.experts(z, ids, weights, self.w13, self.w2, self.act, *self._own)]
         if self.shared is not None:
             partials.append(self.shared(x))
         routed, *shared = exchange.scatter(*partials)
@@ -227,11 +226,15 @@ class MoeFfn(Part):
             routed = kernels.linear(routed, self.up)
         return routed + shared[0] if shared else routed
 
+    @property
+    def _own(self) -> tuple[int, int] | tuple[()]:
+        """The first expert here and how many there are; nothing: all are here."""
+        return (self.local.start, self.moe.experts) if len(self.local) < self.moe.experts else ()
+
     def _experts(self, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Weighted sums [T, latent or hidden] of the experts here, normed where the model norms them."""
         moe = self.moe
-        own = (self.local.start, moe.experts) if len(self.local) < moe.experts else ()
-        routed = self.kernels.experts(z, ids, weights, self.w13, self.w2, self.act, *own)
+        routed = self.kernels.experts(z, ids, weights, self.w13, self.w2, self.act, *self._own)
         if moe.latent is None or self.latent_norm is None:
             return routed
         return self.kernels.rms_norm(routed, self.latent_norm, self.eps)
@@ -246,6 +249,9 @@ class MoeFfn(Part):
         ids, weights, latent, hidden = kernels.choose(
             products, self.bias, joined.sizes, self.act, moe.top_k, moe.scaling_factor, moe.renormalize
         )
+        if moe.latent is None and self.shared is not None and kernels.experts_plus is not None:
+            given = (x, ids, weights, self.w13, self.w2, self.act, (hidden, self.shared.w2))
+            return kernels.experts_plus(*given, *self._own)
         routed = self._experts(x if moe.latent is None else latent, ids, weights)
         if self.shared is None:
             return routed if moe.latent is None else kernels.linear(routed, self.up)

@@ -40,31 +40,53 @@ class Stream(Protocol):
 
 
 class PlainStream:
-    """``x += attention(norm(x)); x += ffn(norm(x))``."""
+    """``x += attention(norm(x)); x += ffn(norm(x))``. Where one kernel adds and normalises, a block's output waits for
+    the next norm."""
 
     def __init__(self, embedded: Tensor, kernels: Kernels, eps: float) -> None:
         self.x, self.kernels, self.eps = embedded, kernels, eps
+        self._waiting: Tensor | None = None
 
     def attention_input(self, layer: int, norm: Tensor) -> Tensor:
-        return self.kernels.rms_norm(self.x, norm, self.eps)
+        return self._normed(norm)
 
     def attention_output(self, layer: int, y: Tensor) -> None:
-        self.x.add_(y)
+        self._join(y)
 
     def ffn_input(self, layer: int, norm: Tensor) -> Tensor:
-        return self.kernels.rms_norm(self.x, norm, self.eps)
+        return self._normed(norm)
 
     def ffn_output(self, layer: int, y: Tensor) -> None:
-        self.x.add_(y)
+        self._join(y)
 
     def current(self) -> Tensor:
+        self._settle()
         return self.x
 
     def keep(self, tokens: Tensor) -> None:
+        self._settle()
         self.x = self.x[tokens]
 
     def final(self) -> Tensor:
+        self._settle()
         return self.x
+
+    def _normed(self, norm: Tensor) -> Tensor:
+        y, self._waiting = self._waiting, None
+        if y is None or self.kernels.add_norm is None:
+            return self.kernels.rms_norm(self.x, norm, self.eps)
+        return self.kernels.add_norm(self.x, y, norm, self.eps)
+
+    def _join(self, y: Tensor) -> None:
+        self._settle()
+        self._waiting = y
+        if self.kernels.add_norm is None:
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._waiting is not None:
+            self.x.add_(self._waiting)
+            self._waiting = None
 
 
 class ResidualScorers(Part):
