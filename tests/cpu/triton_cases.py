@@ -168,6 +168,9 @@ def kda_chunks() -> None:
 
 def mla_step() -> None:
     for rows in (BF16, torch.float8_e4m3fn):
+        narrow = m(50, 64, 128, dtype=rows)
+        mla.attend_latent(m(8, 4, 96), m(4, 8, 32), narrow, ints(4, 9), m(4, dtype=torch.int32), 0.1)
+        mla.write_rows(m(4, 128), m(96), 1e-6, narrow, ints(4), ints(4))
         cache, lengths = m(50, 64, 576, dtype=rows), m(4, dtype=torch.int32)
         mla.attend_latent(m(6, 4, 512), m(4, 6, 64), cache, ints(4, 9), lengths, 0.07)
         mla.attend_latent(m(6, 64, 512), m(64, 6, 64), cache, ints(64, 9), m(64, dtype=torch.int32), 0.07)

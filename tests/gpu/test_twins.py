@@ -238,15 +238,15 @@ def test_kda_chunks(dtype: torch.dtype, bound: float | None, heads: int, k: int)
         assert torch.equal(states[block], before[1][block])
 
 
-@pytest.mark.parametrize("heads", [2, 20])
-def test_mla_decode(dtype: torch.dtype, heads: int) -> None:
-    lengths = [1, 64, 65, 300, 0]
-    q, kv_b = draw(5, heads, 48, dtype=dtype), draw(heads, 64, 32, dtype=dtype, seed=1, scale=0.2)
-    rows = torch.full((20, 64, 48), float("nan"), device=DEVICE, dtype=dtype)
+@pytest.mark.parametrize(("heads", "latent"), [(2, 32), (20, 32), (8, 96)])
+def test_mla_decode(dtype: torch.dtype, heads: int, latent: int) -> None:
+    lengths, width = [1, 64, 65, 300, 0], latent + 16
+    q, kv_b = draw(5, heads, 48, dtype=dtype), draw(heads, 64, latent, dtype=dtype, seed=1, scale=0.2)
+    rows = torch.full((20, 64, width), float("nan"), device=DEVICE, dtype=dtype)
     table = torch.full((5, 6), 1 << 40, device=DEVICE)
     pages, contents = iter([7, 3, 11, 0, 9, 1, 5, 2, 4, 19, 12]), []
     for r, length in enumerate(lengths):
-        contents.append(draw(length, 48, dtype=dtype, seed=20 + r))
+        contents.append(draw(length, width, dtype=dtype, seed=20 + r))
         for i in range(-(-length // 64)):
             table[r, i] = next(pages)
             part = contents[r][i * 64 : (i + 1) * 64]
@@ -258,13 +258,13 @@ def test_mla_decode(dtype: torch.dtype, heads: int) -> None:
     assert not out[4].any()
 
 
-@pytest.mark.parametrize("shared", [16, 32])
-def test_mla_decode_over_fp8_rows(dtype: torch.dtype, shared: int) -> None:
+@pytest.mark.parametrize(("shared", "latent"), [(16, 32), (32, 32), (32, 96)])
+def test_mla_decode_over_fp8_rows(dtype: torch.dtype, shared: int, latent: int) -> None:
     if INTERPRETED and shared == 32:
         # The way to fp16, taken from 32 columns on, is for queries in 16 bits alone.
         dtype = torch.bfloat16
-    width = 32 + shared
-    q, kv_b = draw(2, 6, width, dtype=dtype), draw(6, 64, 32, dtype=dtype, seed=1, scale=0.2)
+    width = latent + shared
+    q, kv_b = draw(2, 6, 32 + shared, dtype=dtype), draw(6, 64, latent, dtype=dtype, seed=1, scale=0.2)
     # Small ones too: fp8 has subnormal numbers below 2^-6.
     rows = (draw(8, 64, width, seed=2) * draw(8, 64, 1, seed=3)).to(torch.float8_e4m3fn)
     table = torch.tensor([[3, 7, 0], [5, 1, 1]], device=DEVICE)
@@ -276,12 +276,13 @@ def test_mla_decode_over_fp8_rows(dtype: torch.dtype, shared: int) -> None:
         same(out[r : r + 1].cpu(), theirs, dtype)
 
 
-def test_cache_rows_are_written(dtype: torch.dtype) -> None:
-    kv, weight = draw(4, 56, dtype=dtype)[:, :48], draw(32, dtype=dtype, seed=1)
-    rows = torch.zeros(6, 64, 48, device=DEVICE, dtype=dtype)
+@pytest.mark.parametrize("latent", [32, 96])
+def test_cache_rows_are_written(dtype: torch.dtype, latent: int) -> None:
+    kv, weight = draw(4, latent + 24, dtype=dtype)[:, : latent + 16], draw(latent, dtype=dtype, seed=1)
+    rows = torch.zeros(6, 64, latent + 16, device=DEVICE, dtype=dtype)
     pages, places = torch.tensor([3, 3, -1, 5], device=DEVICE), torch.tensor([0, 63, 9, 2], device=DEVICE)
     mla.write_rows(kv, weight, 1e-6, rows, pages, places)
-    expected = torch.cat([norm_reference.rms_norm(kv[:, :32], weight, 1e-6), kv[:, 32:]], 1)
+    expected = torch.cat([norm_reference.rms_norm(kv[:, :latent], weight, 1e-6), kv[:, latent:]], 1)
     for t in (0, 1, 3):
         same(rows[pages[t], places[t]], expected[t], dtype)
         rows[pages[t], places[t]] = 0

@@ -116,9 +116,11 @@ def why_not_triton(dtype: torch.dtype, geometry: ModelGeometry | None) -> str | 
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
         return "the Triton kernels take instructions that a GPU has from Hopper on (compute capability 9.0)"
     if geometry is not None:
-        sizes = (geometry.kda.head_dim, geometry.mla.kv_lora_rank, geometry.mla.shared_dim)
+        sizes, latent = (geometry.kda.head_dim, geometry.mla.shared_dim), geometry.mla.kv_lora_rank
         if any(n < 16 or n & (n - 1) for n in sizes):
-            return f"KDA head, latent and shared key are {sizes} wide; the Triton kernels take powers of two from 16 on"
+            return f"KDA head and shared key are {sizes} wide; the Triton kernels take powers of two from 16 on"
+        if latent < 16 or latent % 16:
+            return f"the latent is {latent} wide; the Triton kernels take multiples of 16"
     return None
 
 

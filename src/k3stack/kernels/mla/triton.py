@@ -52,6 +52,15 @@ def _split(pairs, ASM: tl.constexpr):
 
 
 @triton.jit
+def _columns(live, c, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+    """Mask of the rows ``live`` and, where their WIDTH values are fewer than the WIDE columns of ``c``, of these."""
+    if WIDTH == WIDE:
+        return live[:, None]
+    else:
+        return live[:, None] & (c < WIDTH)[None, :]
+
+
+@triton.jit
 def _share(lengths, heads, splits, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr):
     """This program's sequence, heads, the places of their results, and cache rows: first, and end."""
     row = tl.program_id(1).to(tl.int64)
@@ -76,22 +85,23 @@ def _weigh(s, best, total):
 def _attend_kernel(
     q_latent, q_shared, rows, table, lengths, partial, logsum,
     latent_head, latent_row, shared_row, shared_head, page_stride, table_row, heads, splits, scale,
-    LATENT: tl.constexpr, SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
+    LATENT: tl.constexpr, WIDE: tl.constexpr, SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_inputs(PDL)
     row, h, at, begin, end = _share(lengths, heads, splits, BLOCK_H, BLOCK_N)
-    c = tl.arange(0, LATENT)
+    c = tl.arange(0, WIDE)
     r = tl.arange(0, SHARED)
     here = h < heads
     if begin >= end:
         tl.store(logsum + at, tl.full([BLOCK_H], -float("inf"), tl.float32), mask=here)
         return
-    ql = tl.load(q_latent + h[:, None] * latent_head + row * latent_row + c[None, :], mask=here[:, None], other=0.0)
+    whole = _columns(here, c, LATENT, WIDE)
+    ql = tl.load(q_latent + h[:, None] * latent_head + row * latent_row + c[None, :], mask=whole, other=0.0)
     qs = tl.load(q_shared + row * shared_row + h[:, None] * shared_head + r[None, :], mask=here[:, None], other=0.0)
     best = tl.full([BLOCK_H], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, LATENT], tl.float32)
+    acc = tl.zeros([BLOCK_H, WIDE], tl.float32)
     pages = table + row * table_row
     # Loaded a step ahead: rows whose address is being loaded could not be asked for several steps ahead.
     next_page = tl.load(pages + begin // PAGE)
@@ -101,14 +111,14 @@ def _attend_kernel(
         n = n0 + tl.arange(0, BLOCK_N)
         live = n < end
         base = rows + page * page_stride + (n % PAGE)[:, None] * (LATENT + SHARED)
-        latent = tl.load(base + c[None, :], mask=live[:, None], other=0.0).to(ql.dtype)
+        latent = tl.load(base + c[None, :], mask=_columns(live, c, LATENT, WIDE), other=0.0).to(ql.dtype)
         shared = tl.load(base + LATENT + r[None, :], mask=live[:, None], other=0.0).to(ql.dtype)
         s = tl.dot(ql, tl.trans(latent), input_precision="ieee")
         s = tl.dot(qs, tl.trans(shared), s, input_precision="ieee")
         s = tl.where(live[None, :], s * scale, -float("inf"))
         p, old, best, total = _weigh(s, best, total)
         acc = tl.dot(p.to(ql.dtype), latent, acc * old[:, None], input_precision="ieee")
-    tl.store(partial + at[:, None] * LATENT + c[None, :], acc / total[:, None], mask=here[:, None])
+    tl.store(partial + at[:, None] * LATENT + c[None, :], acc / total[:, None], mask=whole)
     tl.store(logsum + at, best + tl.log(total), mask=here)
 
 
@@ -124,30 +134,32 @@ def _half_query(q, mask, scale):
 def _attend_fp8_kernel(
     q_latent, q_shared, rows, table, lengths, partial, logsum,
     latent_head, latent_row, shared_row, shared_head, page_stride, table_row, heads, splits, scale,
-    LATENT: tl.constexpr, SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    LATENT: tl.constexpr, WIDE: tl.constexpr, SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As ``_attend_kernel``, over fp8 rows as pairs of values (int16): so they go from shared memory to registers by
     the instructions for 16 bits, also transposed, and become fp16 there, once for each of the two products. Even and
     odd columns are apart in both."""
     await_inputs(PDL)
     HALF: tl.constexpr = LATENT // 2
+    HALF_WIDE: tl.constexpr = WIDE // 2
     HALF_SHARED: tl.constexpr = SHARED // 2
     row, h, at, begin, end = _share(lengths, heads, splits, BLOCK_H, BLOCK_N)
-    c = tl.arange(0, HALF)
+    c = tl.arange(0, HALF_WIDE)
     r = tl.arange(0, HALF_SHARED)
-    here = (h < heads)[:, None]
+    here = h < heads
+    whole = _columns(here, c, HALF, HALF_WIDE)
     if begin >= end:
-        tl.store(logsum + at, tl.full([BLOCK_H], -float("inf"), tl.float32), mask=h < heads)
+        tl.store(logsum + at, tl.full([BLOCK_H], -float("inf"), tl.float32), mask=here)
         return
     ql = q_latent + h[:, None] * latent_head + row * latent_row + 2 * c[None, :]
     qs = q_shared + row * shared_row + h[:, None] * shared_head + 2 * r[None, :]
-    ql_even, ql_odd = _half_query(ql, here, scale)
-    qs_even, qs_odd = _half_query(qs, here, scale)
+    ql_even, ql_odd = _half_query(ql, whole, scale)
+    qs_even, qs_odd = _half_query(qs, here[:, None], scale)
     best = tl.full([BLOCK_H], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    even = tl.zeros([BLOCK_H, HALF], tl.float32)
-    odd = tl.zeros([BLOCK_H, HALF], tl.float32)
+    even = tl.zeros([BLOCK_H, HALF_WIDE], tl.float32)
+    odd = tl.zeros([BLOCK_H, HALF_WIDE], tl.float32)
     pages = table + row * table_row
     next_page = tl.load(pages + begin // PAGE)
     for n0 in range(begin, end, BLOCK_N):
@@ -156,7 +168,7 @@ def _attend_fp8_kernel(
         n = n0 + tl.arange(0, BLOCK_N)
         live = n < end
         base = rows + page * page_stride + (n % PAGE)[:, None] * (HALF + HALF_SHARED)
-        latent = tl.load(base + c[None, :], mask=live[:, None], other=0)
+        latent = tl.load(base + c[None, :], mask=_columns(live, c, HALF, HALF_WIDE), other=0)
         shared = tl.load(base + HALF + r[None, :], mask=live[:, None], other=0)
         k_even, k_odd = _split(tl.trans(latent), ASM)
         r_even, r_odd = _split(tl.trans(shared), ASM)
@@ -169,15 +181,15 @@ def _attend_fp8_kernel(
         even = tl.dot(p.to(tl.float16), v_even, even * old[:, None])
         odd = tl.dot(p.to(tl.float16), v_odd, odd * old[:, None])
     to = partial + at[:, None] * LATENT + 2 * c[None, :]
-    tl.store(to, even / total[:, None], mask=here)
-    tl.store(to + 1, odd / total[:, None], mask=here)
-    tl.store(logsum + at, best + tl.log(total), mask=h < heads)
+    tl.store(to, even / total[:, None], mask=whole)
+    tl.store(to + 1, odd / total[:, None], mask=whole)
+    tl.store(logsum + at, best + tl.log(total), mask=here)
 
 
 @triton.jit
 def _combine_kernel(
     partial, logsum, out, rows, heads, splits,
-    LATENT: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    LATENT: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -188,32 +200,35 @@ def _combine_kernel(
     sums = tl.load(logsum + at + i, mask=i < splits, other=-float("inf"))
     # What a part without rows would have written is not there.
     there = sums > -float("inf")
-    parts = tl.load(partial + (at + i)[:, None] * LATENT + c[None, :], mask=there[:, None], other=0.0)
+    parts = tl.load(
+        partial + (at + i)[:, None] * LATENT + c[None, :], mask=_columns(there, c, LATENT, WIDE), other=0.0
+    )
     w = tl.where(there, tl.exp(sums - tl.max(sums, 0)), 0.0)
     total = tl.sum(w, 0)
     # A row without cache (one that only fills up a batch) has no part at all.
     y = tl.sum(parts * w[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + (head.to(tl.int64) * rows + row) * LATENT + c, y.to(out.dtype.element_ty))
+    tl.store(out + (head.to(tl.int64) * rows + row) * LATENT + c, y.to(out.dtype.element_ty), mask=c < LATENT)
 
 
 @triton.jit
 def _write_kernel(
     kv, weight, rows, pages, places, kv_row, page_stride, eps,
-    LATENT: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    LATENT: tl.constexpr, WIDE: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     page = tl.load(pages + token)
     if page < 0:
         return
-    c = tl.arange(0, LATENT)
+    c = tl.arange(0, WIDE)
+    inside = c < LATENT
     r = tl.arange(0, SHARED)
     to = rows + page * page_stride + tl.load(places + token) * (LATENT + SHARED)
-    value = tl.load(kv + token * kv_row + c)
+    value = tl.load(kv + token * kv_row + c, mask=inside, other=0.0)
     f = value.to(tl.float32)
     f = (f * tl.rsqrt(tl.sum(f * f, 0) / LATENT + eps)).to(value.dtype).to(tl.float32)
-    y = (f * tl.load(weight + c).to(tl.float32)).to(value.dtype)
-    tl.store(to + c, y.to(rows.dtype.element_ty))
+    y = (f * tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
+    tl.store(to + c, y.to(rows.dtype.element_ty), mask=inside)
     tl.store(to + LATENT + r, tl.load(kv + token * kv_row + LATENT + r).to(rows.dtype.element_ty))
 
 
@@ -225,6 +240,7 @@ def write_rows(kv: Tensor, weight: Tensor, eps: float, rows: Tensor, pages: Tens
         (kv.shape[0],),
         *(kv, weight, rows, pages, places, kv.stride(0), rows.stride(0), eps),
         LATENT=latent,
+        WIDE=triton.next_power_of_2(latent),
         SHARED=kv.shape[1] - latent,
         num_warps=1,
     )
@@ -245,7 +261,7 @@ def attend_latent(
     any float format, page_table int64 [R, M], lengths int32 [R] -> contexts [H, R, latent] in q's dtype.
     """
     heads, count, latent = q_latent.shape
-    splits = splits_of(count, heads)
+    splits, wide = splits_of(count, heads), triton.next_power_of_2(latent)
     device = q_latent.device
     partial = torch.empty(count, heads, splits, latent, dtype=torch.float32, device=device)
     logsum = torch.empty(count, heads, splits, dtype=torch.float32, device=device)
@@ -261,6 +277,7 @@ def attend_latent(
         *(q_latent.stride(0), q_latent.stride(1), q_shared.stride(0), q_shared.stride(1)),
         *(pairs.stride(0), page_table.stride(0), heads, splits, scale),
         LATENT=latent,
+        WIDE=wide,
         SHARED=q_shared.shape[2],
         PAGE=rows.shape[1],
         BLOCK_H=HEADS,
@@ -271,12 +288,13 @@ def attend_latent(
     )
     out = torch.empty(heads, count, latent, dtype=q_latent.dtype, device=device)
     most = triton.next_power_of_2(splits)
-    columns = min(latent, max(COMBINED // most, 16))
+    columns = min(wide, max(COMBINED // most, 16))
     start.launch(
         _combine_kernel,
-        (count, heads, latent // columns),
+        (count, heads, wide // columns),
         *(partial, logsum, out, count, heads, splits),
         LATENT=latent,
+        WIDE=wide,
         SPLITS=most,
         COLUMNS=columns,
         num_warps=4,
