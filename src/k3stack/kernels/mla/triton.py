@@ -200,9 +200,7 @@ def _combine_kernel(
     sums = tl.load(logsum + at + i, mask=i < splits, other=-float("inf"))
     # What a part without rows would have written is not there.
     there = sums > -float("inf")
-    parts = tl.load(
-        partial + (at + i)[:, None] * LATENT + c[None, :], mask=_columns(there, c, LATENT, WIDE), other=0.0
-    )
+    parts = tl.load(partial + (at + i)[:, None] * LATENT + c[None, :], mask=_columns(there, c, LATENT, WIDE), other=0.0)
     w = tl.where(there, tl.exp(sums - tl.max(sums, 0)), 0.0)
     total = tl.sum(w, 0)
     # A row without cache (one that only fills up a batch) has no part at all.
