@@ -24,6 +24,7 @@ from k3stack.kernels.kda import triton as kda
 from k3stack.kernels.kda import triton_chunk as kda_chunk
 from k3stack.kernels.kda.layout import ChunkTiles
 from k3stack.kernels.linear import triton as linear
+from k3stack.kernels.linear import triton_one
 from k3stack.kernels.mla import triton as mla
 from k3stack.kernels.moe import triton as moe
 from k3stack.kernels.moe import triton_route
@@ -142,6 +143,12 @@ def products() -> None:
             linear.linear(m(tokens, width), m(rows, width), tile, F32)
             linear.linear(m(tokens, width), m(rows, width), tile, plus=m(tokens, rows))
         linear.linear_both(m(tokens, 3584), m(7168, 3584), m(tokens, 384), m(7168, 384), linear.FLAT)
+    for rows, width in ((12608, 2304), (2304, 4096)):
+        form = triton_one.form_of(rows, width)
+        assert form is not None
+        triton_one.linear(m(1, width), m(rows, width), form)
+        triton_one.linear(m(1, width), m(rows, width), form, F32)
+        triton_one.linear(m(1, width), m(rows, width), form, plus=m(1, rows))
 
 
 def kda_step() -> None:

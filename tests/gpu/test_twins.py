@@ -21,6 +21,7 @@ from k3stack.kernels.kda.layout import chunk_tiles
 from k3stack.kernels.linear import cuda as linear_cuda
 from k3stack.kernels.linear import reference as linear_reference
 from k3stack.kernels.linear import triton as linear
+from k3stack.kernels.linear import triton_one
 from k3stack.kernels.mla import reference as mla_reference
 from k3stack.kernels.mla import triton as mla
 from k3stack.kernels.moe import reference as moe_reference
@@ -124,6 +125,16 @@ def test_products_of_few_tokens(dtype: torch.dtype, tokens: int, rows: int, widt
     added = linear.linear(x, w, linear.Tile(16, 32, 4, 3, False), plus=y)
     same(added, linear_reference.linear(x, w) + y, dtype)
     same(linear.linear(x, w, linear.Tile(32, 16, 2, 2), torch.float32), x.float() @ w.float().T, torch.float32)
+
+
+@pytest.mark.parametrize(("rows", "width", "form"), [(37, 512, (1, 4, 1)), (18, 512, (2, 2, 1)), (21, 1024, (1, 4, 2))])
+def test_products_of_one_token(dtype: torch.dtype, rows: int, width: int, form: tuple[int, int, int]) -> None:
+    x, w = draw(1, width + 8, dtype=dtype)[:, 8:], draw(rows, width + 16, dtype=dtype, seed=1)[:, :width]
+    y = draw(1, rows, dtype=dtype, seed=2)
+    by = triton_one.Form(*form)
+    same(triton_one.linear(x, w, by), linear_reference.linear(x, w), dtype)
+    same(triton_one.linear(x, w, by, plus=y), linear_reference.linear(x, w) + y, dtype)
+    same(triton_one.linear(x, w, by, torch.float32), x.float() @ w.float().T, torch.float32)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from k3stack.kernels.linear import triton as skinny
+from k3stack.kernels.linear import triton_one as one
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -16,12 +17,16 @@ def pack(weight: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """See ``reference.linear``."""
+    if (form := _one(x, weight)) is not None:
+        return one.linear(x, weight, form)
     tile = skinny.tile_of(x.shape[0], *weight.shape) if _streams(x) else None
     return F.linear(x, weight) if tile is None else skinny.linear(x, weight, tile)
 
 
 def linear_plus(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
     """``linear`` plus ``y`` [T, out]; rounded once."""
+    if (form := _one(x, weight)) is not None:
+        return one.linear(x, weight, form, plus=y)
     tile = skinny.tile_of(x.shape[0], *weight.shape) if _streams(x) else None
     return torch.addmm(y, x, weight.T) if tile is None else skinny.linear(x, weight, tile, plus=y)
 
@@ -37,6 +42,8 @@ def linear_both(x: Tensor, weight: Tensor, x2: Tensor, weight2: Tensor) -> Tenso
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, hidden], weight [E, hidden] in x's dtype -> fp32 [T, E]; bfloat16 products are summed and kept in fp32."""
     if x.dtype == torch.bfloat16 and x.device.type == "cuda":
+        if (form := _one(x, weight)) is not None:
+            return one.linear(x, weight, form, torch.float32)
         tile = skinny.tile_of(x.shape[0], *weight.shape) if _streams(x) else None
         if tile is not None:
             return skinny.linear(x, weight, tile, torch.float32)
@@ -46,3 +53,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 def _streams(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and x.is_cuda and x.shape[0] <= skinny.MOST_TOKENS and x.stride(1) == 1
+
+
+def _one(x: Tensor, weight: Tensor) -> one.Form | None:
+    return one.form_of(*weight.shape) if x.shape[0] == 1 and _streams(x) else None
