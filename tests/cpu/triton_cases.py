@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from k3stack.kernels import launch as starter
 from k3stack.kernels.activation import triton as activation
@@ -26,6 +27,7 @@ from k3stack.kernels.kda.layout import ChunkTiles
 from k3stack.kernels.linear import triton as linear
 from k3stack.kernels.linear import triton_one
 from k3stack.kernels.mla import triton as mla
+from k3stack.kernels.mla import triton_ends as mla_ends
 from k3stack.kernels.moe import triton as moe
 from k3stack.kernels.moe import triton_route
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
@@ -74,7 +76,8 @@ def compile_launch(kernel: Any, *args: Any, **options: Any) -> Any:
         constants[(names.index(name),)] = value
     missing = set(names) - set(signature)
     assert not missing, f"{kernel.fn.__name__}: no value for {missing}"
-    source = ASTSource(kernel, signature, constants, attributes)
+    language = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = language(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=given)
 
 
@@ -177,11 +180,15 @@ def mla_step() -> None:
     for rows in (BF16, torch.float8_e4m3fn):
         narrow = m(50, 64, 128, dtype=rows)
         mla.attend_latent(m(8, 4, 96), m(4, 8, 32), narrow, ints(4, 9), m(4, dtype=torch.int32), 0.1)
-        mla.write_rows(m(4, 128), m(96), 1e-6, narrow, ints(4), ints(4))
+        mla_ends.write_rows(m(4, 128), m(96), 1e-6, narrow, ints(4), ints(4))
         cache, lengths = m(50, 64, 576, dtype=rows), m(4, dtype=torch.int32)
         mla.attend_latent(m(6, 4, 512), m(4, 6, 64), cache, ints(4, 9), lengths, 0.07)
         mla.attend_latent(m(6, 64, 512), m(64, 6, 64), cache, ints(64, 9), m(64, dtype=torch.int32), 0.07)
-        mla.write_rows(m(4, 576), m(512), 1e-6, cache, ints(4), ints(4))
+        mla_ends.write_rows(m(4, 576), m(512), 1e-6, cache, ints(4), ints(4))
+    for heads, tokens in ((6, 1), (6, 64), (32, 16)):
+        mla_ends.absorb(m(tokens, heads, 192), m(heads, 256, 512), 128)
+        mla_ends.project(m(heads, tokens, 512), m(heads, 256, 512), 128, m(tokens, heads * 128))
+    mla_ends.enter(m(4, 576), m(512), 1e-6, m(50, 64, 576), ints(4), ints(4), m(4, 1536), m(1536))
     q = m(32, 2, 512, dtype=F32), m(2, 32, 64, dtype=F32)
     mla.attend_latent(*q, m(50, 64, 576, dtype=F32), ints(2, 9), m(2, dtype=torch.int32), 0.07)
 

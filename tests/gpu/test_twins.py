@@ -24,6 +24,7 @@ from k3stack.kernels.linear import triton as linear
 from k3stack.kernels.linear import triton_one
 from k3stack.kernels.mla import reference as mla_reference
 from k3stack.kernels.mla import triton as mla
+from k3stack.kernels.mla import triton_ends as mla_ends
 from k3stack.kernels.moe import reference as moe_reference
 from k3stack.kernels.moe import triton as moe
 from k3stack.kernels.moe import triton_chunk, triton_decode, triton_route
@@ -269,11 +270,28 @@ def test_mla_decode(dtype: torch.dtype, heads: int, latent: int) -> None:
     assert not out[4].any()
 
 
+@pytest.mark.parametrize(("tokens", "nope", "latent"), [(1, 32, 64), (20, 16, 96), (70, 16, 64), (3, 24, 64)])
+def test_mla_decode_with_its_gate(dtype: torch.dtype, tokens: int, nope: int, latent: int) -> None:
+    q, kv_b = draw(tokens, 3, nope + 16, dtype=dtype), draw(3, nope + 24, latent, dtype=dtype, seed=1, scale=0.2)
+    rows, gate = draw(2, 16, latent + 16, dtype=dtype, seed=2), draw(tokens, 80, dtype=dtype, seed=3)[:, 8:]
+    table = torch.tensor([[1, 0]], device=DEVICE).expand(tokens, 2)
+    lengths = torch.arange(tokens, dtype=torch.int32, device=DEVICE) % 32 + 1
+    out = mla.gated(q, rows, table, lengths, kv_b, gate)
+    seen = rows[[1, 0]].view(32, -1).cpu()
+    for r, length in enumerate(lengths.tolist()):
+        theirs = mla_reference.attend(q[r : r + 1].cpu(), seen[:length], kv_b.cpu(), length - 1)
+        same(out[r : r + 1].cpu(), activation_reference.output_gate(theirs, gate[r : r + 1].cpu()), dtype)
+
+
 @pytest.mark.parametrize(("shared", "latent"), [(16, 32), (32, 32), (32, 96)])
-def test_mla_decode_over_fp8_rows(dtype: torch.dtype, shared: int, latent: int) -> None:
+def test_mla_decode_over_fp8_rows(
+    dtype: torch.dtype, shared: int, latent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if INTERPRETED and shared == 32:
-        # The way to fp16, taken from 32 columns on, is for queries in 16 bits alone.
+        # The way to fp16, taken from 32 columns on, is for queries in 16 bits alone; the interpreter has no products
+        # in bfloat16.
         dtype = torch.bfloat16
+        monkeypatch.setattr(mla_ends, "MOST", 0)
     width = latent + shared
     q, kv_b = draw(2, 6, 32 + shared, dtype=dtype), draw(6, 64, latent, dtype=dtype, seed=1, scale=0.2)
     # Small ones too: fp8 has subnormal numbers below 2^-6.
@@ -287,12 +305,17 @@ def test_mla_decode_over_fp8_rows(dtype: torch.dtype, shared: int, latent: int) 
         same(out[r : r + 1].cpu(), theirs, dtype)
 
 
-@pytest.mark.parametrize("latent", [32, 96])
-def test_cache_rows_are_written(dtype: torch.dtype, latent: int) -> None:
+@pytest.mark.parametrize(("latent", "query"), [(32, False), (96, True)])
+def test_cache_rows_are_written(dtype: torch.dtype, latent: int, query: bool) -> None:
     kv, weight = draw(4, latent + 24, dtype=dtype)[:, : latent + 16], draw(latent, dtype=dtype, seed=1)
     rows = torch.zeros(6, 64, latent + 16, device=DEVICE, dtype=dtype)
     pages, places = torch.tensor([3, 3, -1, 5], device=DEVICE), torch.tensor([0, 63, 9, 2], device=DEVICE)
-    mla.write_rows(kv, weight, 1e-6, rows, pages, places)
+    q, q_weight = draw(4, 120, dtype=dtype, seed=2)[:, :112], draw(112, dtype=dtype, seed=3)
+    if query:
+        normed = mla_ends.enter(kv, weight, 1e-6, rows, pages, places, q, q_weight)
+        same(normed, norm_reference.rms_norm(q, q_weight, 1e-6), dtype)
+    else:
+        mla_ends.write_rows(kv, weight, 1e-6, rows, pages, places)
     expected = torch.cat([norm_reference.rms_norm(kv[:, :latent], weight, 1e-6), kv[:, latent:]], 1)
     for t in (0, 1, 3):
         same(rows[pages[t], places[t]], expected[t], dtype)

@@ -69,6 +69,10 @@ class Kernels:
     """All of KDA between its projections for the chunks of a step (``kda.triton_chunk.chunks``)."""
     mla_chunks: Callable[..., list[Tensor]] | None = None
     """``mla_attend`` of all chunks of a step over their pages (``mla.cpu.attend_chunks``)."""
+    mla_enter: Callable[..., Tensor] | None = None
+    """``write_rows``, and the norm of a low-rank query, in one (``mla.triton_ends.enter``)."""
+    mla_gated: Callable[..., Tensor] | None = None
+    """``mla_decode`` and the output gate in one (``mla.triton.gated``)."""
     choose: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
     """What follows the joined products of few tokens (``moe.triton_route.choose``)."""
     experts_plus: Callable[..., Tensor] | None = None
@@ -164,6 +168,7 @@ def _triton(dtype: torch.dtype) -> Kernels:
     from k3stack.kernels.linear import cuda as fast_linear
     from k3stack.kernels.mla import cuda as mla_cuda
     from k3stack.kernels.mla import triton as fast_mla
+    from k3stack.kernels.mla import triton_ends as mla_ends
     from k3stack.kernels.moe import triton as fast_moe
     from k3stack.kernels.moe import triton_route as fast_route
     from k3stack.kernels.mxfp4.weight import in_tiles
@@ -190,7 +195,7 @@ def _triton(dtype: torch.dtype) -> Kernels:
         log_decay=kda.log_decay,
         kda_prefill=kda.prefill,
         kda_decode=kda.decode,
-        write_rows=fast_mla.write_rows,
+        write_rows=mla_ends.write_rows,
         mla_attend=mla_cuda.attend,
         mla_decode=fast_mla.decode,
         route=fast_route.route,
@@ -201,6 +206,8 @@ def _triton(dtype: torch.dtype) -> Kernels:
         stacked_experts=True,
         kda_step=fast_kda.decode_step,
         kda_chunks=fast_kda_chunk.chunks,
+        mla_enter=mla_ends.enter,
+        mla_gated=fast_mla.gated,
         arrange_experts=in_tiles if dtype == torch.bfloat16 else None,
         choose=fast_route.choose,
         experts_plus=fast_moe.experts_plus,

@@ -1,6 +1,9 @@
-"""MLA decode in Triton: the absorbed form over cache pages, split along the cache, and the writing of cache rows."""
+"""MLA decode in Triton: the absorbed form over cache pages, split along the cache."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -8,7 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from k3stack.kernels import launch as start
+from k3stack.kernels.activation.triton import output_gate
 from k3stack.kernels.launch import await_inputs
+from k3stack.kernels.mla import triton_ends, triton_warp
 
 HEADS = 16
 """Heads of one program: the least that a matrix instruction takes."""
@@ -208,46 +213,10 @@ def _combine_kernel(
     tl.store(out + (head.to(tl.int64) * rows + row) * LATENT + c, y.to(out.dtype.element_ty), mask=c < LATENT)
 
 
-@triton.jit
-def _write_kernel(
-    kv, weight, rows, pages, places, kv_row, page_stride, eps,
-    LATENT: tl.constexpr, WIDE: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    await_inputs(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    page = tl.load(pages + token)
-    if page < 0:
-        return
-    c = tl.arange(0, WIDE)
-    inside = c < LATENT
-    r = tl.arange(0, SHARED)
-    to = rows + page * page_stride + tl.load(places + token) * (LATENT + SHARED)
-    value = tl.load(kv + token * kv_row + c, mask=inside, other=0.0)
-    f = value.to(tl.float32)
-    f = (f * tl.rsqrt(tl.sum(f * f, 0) / LATENT + eps)).to(value.dtype).to(tl.float32)
-    y = (f * tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
-    tl.store(to + c, y.to(rows.dtype.element_ty), mask=inside)
-    tl.store(to + LATENT + r, tl.load(kv + token * kv_row + LATENT + r).to(rows.dtype.element_ty))
-
-
-def write_rows(kv: Tensor, weight: Tensor, eps: float, rows: Tensor, pages: Tensor, places: Tensor) -> None:
-    """Normalise the latent of ``kv`` [T, latent + shared] and write its rows; see ``cpu.write_rows``. Page -1: none."""
-    latent = weight.shape[0]
-    start.launch(
-        _write_kernel,
-        (kv.shape[0],),
-        *(kv, weight, rows, pages, places, kv.stride(0), rows.stride(0), eps),
-        LATENT=latent,
-        WIDE=triton.next_power_of_2(latent),
-        SHARED=kv.shape[1] - latent,
-        num_warps=1,
-    )
-
-
-def splits_of(rows: int, heads: int) -> int:
-    """Parts that the cache of each row is cut into: a function of the batch alone, so that a graph may keep it."""
-    groups = rows * triton.cdiv(heads, HEADS)
-    return min(max(PROGRAMS // groups, 1), MOST_SPLITS)
+def splits_of(groups: int, programs: int = PROGRAMS) -> int:
+    """Parts that the cache of each sequence is cut into, of which as many are read as there are ``groups`` of heads and
+    sequences: a function of the batch alone, so that a graph may keep it."""
+    return min(max(programs // groups, 1), MOST_SPLITS)
 
 
 def attend_latent(
@@ -259,34 +228,25 @@ def attend_latent(
     any float format, page_table int64 [R, M], lengths int32 [R] -> contexts [H, R, latent] in q's dtype.
     """
     heads, count, latent = q_latent.shape
-    splits, wide = splits_of(count, heads), triton.next_power_of_2(latent)
-    device = q_latent.device
-    partial = torch.empty(count, heads, splits, latent, dtype=torch.float32, device=device)
-    logsum = torch.empty(count, heads, splits, dtype=torch.float32, device=device)
-    size = max(rows.dtype.itemsize, 4 if q_latent.dtype == torch.float32 else 1)
-    block, warps, stages = FEW_TILES[size] if count <= FEW and size in FEW_TILES else TILES[size]
-    paired = rows.dtype == torch.float8_e4m3fn and q_latent.dtype != torch.float32
-    paired = paired and min(latent, q_shared.shape[2]) >= NARROW
-    pairs = rows.view(torch.int16) if paired else rows
+    plan = _plan(q_latent, q_shared, rows)
+    splits = splits_of(count * triton.cdiv(heads, plan.heads), plan.programs)
+    partial = torch.empty(count, heads, splits, latent, dtype=torch.float32, device=q_latent.device)
+    logsum = torch.empty(count, heads, splits, dtype=torch.float32, device=q_latent.device)
+    given = rows.view(torch.int16) if plan.paired else rows
     start.launch(
-        _attend_fp8_kernel if paired else _attend_kernel,
-        (triton.cdiv(heads, HEADS), count, splits),
-        *(q_latent, q_shared, pairs, page_table, lengths, partial, logsum),
+        plan.kernel,
+        (triton.cdiv(heads, plan.heads), count, splits),
+        *(q_latent, q_shared, given, page_table, lengths, partial, logsum),
         *(q_latent.stride(0), q_latent.stride(1), q_shared.stride(0), q_shared.stride(1)),
-        *(pairs.stride(0), page_table.stride(0), heads, splits, scale),
+        *(given.stride(0), page_table.stride(0), heads, splits, scale),
         LATENT=latent,
-        WIDE=wide,
         SHARED=q_shared.shape[2],
         PAGE=rows.shape[1],
-        BLOCK_H=HEADS,
-        BLOCK_N=min(block, rows.shape[1]),
-        num_warps=warps,
-        num_stages=stages,
-        **({"ASM": not start.INTERPRETED} if paired else {}),
+        **plan.options,
     )
-    out = torch.empty(heads, count, latent, dtype=q_latent.dtype, device=device)
-    most = triton.next_power_of_2(splits)
+    wide, most = triton.next_power_of_2(latent), triton.next_power_of_2(splits)
     columns = min(wide, max(COMBINED // most, 16))
+    out = torch.empty(heads, count, latent, dtype=q_latent.dtype, device=q_latent.device)
     start.launch(
         _combine_kernel,
         (count, heads, wide // columns),
@@ -300,10 +260,46 @@ def attend_latent(
     return out
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Kernel, its compile-time arguments, heads of a program, programs that fill the device; ``paired``: rows are given
+    as pairs of fp8 values."""
+
+    kernel: Any
+    options: dict[str, int | float | bool]
+    heads: int
+    programs: int
+    paired: bool
+
+
+def _plan(q_latent: Tensor, q_shared: Tensor, rows: Tensor) -> _Plan:
+    (heads, count, latent), shared, fp8 = q_latent.shape, q_shared.shape[2], rows.dtype == torch.float8_e4m3fn
+    narrow = q_latent.dtype == torch.bfloat16 and (fp8 or rows.dtype == torch.bfloat16)
+    if narrow and triton_warp.fits(heads, count, latent, shared, rows.shape[1]) and not start.INTERPRETED:
+        kernel, options = triton_warp.attend_kernel, triton_warp.options(rows.dtype.itemsize)
+        return _Plan(kernel, options, triton_warp.HEADS, triton_warp.PROGRAMS[rows.dtype.itemsize], fp8)
+    size = max(rows.dtype.itemsize, 4 if q_latent.dtype == torch.float32 else 1)
+    block, warps, stages = FEW_TILES[size] if count <= FEW and size in FEW_TILES else TILES[size]
+    options = {"BLOCK_H": HEADS, "BLOCK_N": min(block, rows.shape[1]), "num_warps": warps, "num_stages": stages}
+    options["WIDE"] = triton.next_power_of_2(latent)
+    if fp8 and q_latent.dtype != torch.float32 and min(latent, shared) >= NARROW:
+        return _Plan(_attend_fp8_kernel, options | {"ASM": not start.INTERPRETED}, HEADS, PROGRAMS, True)
+    return _Plan(_attend_kernel, options, HEADS, PROGRAMS, False)
+
+
 def decode(q: Tensor, rows: Tensor, page_table: Tensor, lengths: Tensor, kv_b: Tensor) -> Tensor:
     """One token each of R sequences over their pages; see ``cpu.decode``. ``lengths`` int32 [R] on the device."""
-    latent = kv_b.shape[2]
-    nope = q.shape[-1] - (rows.shape[2] - latent)
+    return gated(q, rows, page_table, lengths, kv_b, None).view(*q.shape[:2], -1)
+
+
+def gated(q: Tensor, rows: Tensor, page_table: Tensor, lengths: Tensor, kv_b: Tensor, gate: Tensor | None) -> Tensor:
+    """``decode`` and then ``activation.reference.output_gate`` by ``gate`` [R, H v], None: without -> [R, H v]."""
+    nope, scale = q.shape[-1] - (rows.shape[2] - kv_b.shape[2]), q.shape[-1] ** -0.5
+    if triton_ends.fits(q.shape[0], nope):
+        absorbed = triton_ends.absorb(q, kv_b, nope)
+        context = attend_latent(absorbed, q[..., nope:], rows, page_table, lengths, scale)
+        return triton_ends.project(context, kv_b, nope, gate)
     absorbed = torch.bmm(q[..., :nope].transpose(0, 1), kv_b[:, :nope])
-    context = attend_latent(absorbed, q[..., nope:], rows, page_table, lengths, q.shape[-1] ** -0.5)
-    return torch.bmm(context, kv_b[:, nope:].transpose(1, 2)).transpose(0, 1)
+    context = attend_latent(absorbed, q[..., nope:], rows, page_table, lengths, scale)
+    out = torch.bmm(context, kv_b[:, nope:].transpose(1, 2)).transpose(0, 1)
+    return out.reshape(q.shape[0], -1) if gate is None else output_gate(out, gate)

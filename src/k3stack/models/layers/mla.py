@@ -86,18 +86,35 @@ class MlaAttention(Part):
             kv = self.kernels.linear(x, self.w_kv)
             own = x if tail is None else x[tail.tokens]
             q, gate = self.kernels.linear(own, self.w_in).split(self.sizes, dim=1)
-        self.kernels.write_rows(kv, self.kv_norm, self.latent_eps, rows, *step.cache_slots(rows.shape[1]))
+        written = kv, self.kv_norm, self.latent_eps, rows, *step.cache_slots(rows.shape[1])
         tokens = q.shape[0]
-        if self.q_lora is not None:
-            q = self.kernels.linear(self.kernels.rms_norm(q, self.q_norm, self.latent_eps), self.w_q)
+        if self.q_lora is not None and self.kernels.mla_enter is not None and tail is None:
+            q = self.kernels.linear(self.kernels.mla_enter(*written, q, self.q_norm), self.w_q)
+        else:
+            self.kernels.write_rows(*written)
+            if self.q_lora is not None:
+                q = self.kernels.linear(self.kernels.rms_norm(q, self.q_norm, self.latent_eps), self.w_q)
         q = q.reshape(tokens, self.heads, self.qk_dim)
+        if tail is None and not step.all_decode:
+            o = self._gate(self._attend(q, rows, step), gate)
+        else:
+            o = self._decode(q, rows, step, tail, gate)
+        return self.kernels.linear(o, self.w_out)
+
+    def _decode(self, q: Tensor, rows: Tensor, step: Step, tail: Tail | None, gate: Tensor) -> Tensor:
+        """Gated attention of a token a row: all of a step's, or the ``tail``'s."""
         if tail is None:
-            o = self._attend(q, rows, step)
+            lengths = step.lengths() if self.kernels.device_tables else step.decode_lengths
+            given = q, rows, step.decode_pages, lengths, self.kv_b
         else:
             lengths = step.lengths(tail) if self.kernels.device_tables else tail.lengths
-            o = self.kernels.mla_decode(q, rows, tail.pages, lengths, self.kv_b)
-        o = self.kernels.output_gate(o, gate) if self.output_gate else o.reshape(tokens, self.out_width)
-        return self.kernels.linear(o, self.w_out)
+            given = q, rows, tail.pages, lengths, self.kv_b
+        if self.kernels.mla_gated is not None:
+            return self.kernels.mla_gated(*given, gate if self.output_gate else None)
+        return self._gate(self.kernels.mla_decode(*given), gate)
+
+    def _gate(self, o: Tensor, gate: Tensor) -> Tensor:
+        return self.kernels.output_gate(o, gate) if self.output_gate else o.reshape(o.shape[0], self.out_width)
 
     def sharded(self, x: Tensor, step: Step, views: ArenaViews, exchange: Exchange) -> Tensor:
         """x [S, hidden], the rank's share of a step's tokens -> its heads' part of the outputs [T, hidden]. What every
@@ -112,19 +129,19 @@ class MlaAttention(Part):
             q, gate = kernels.linear(q, self.w_q), kernels.linear(x, self.w_in[self.q_lora :])
         rows = views.rows(self.index)
         kernels.write_rows(kv, self.kv_norm, self.latent_eps, rows, *step.cache_slots(rows.shape[1]))
-        o = self._attend(q.reshape(x.shape[0], self.heads, self.qk_dim), rows, step)
-        o = kernels.output_gate(o, gate) if self.output_gate else o.reshape(-1, self.out_width)
-        return kernels.linear(o, self.w_out)
+        q = q.reshape(x.shape[0], self.heads, self.qk_dim)
+        if step.all_decode:
+            return kernels.linear(self._decode(q, rows, step, None, gate), self.w_out)
+        return kernels.linear(self._gate(self._attend(q, rows, step), gate), self.w_out)
 
     def _attend(self, q: Tensor, rows: Tensor, step: Step) -> Tensor:
-        lengths = step.lengths() if self.kernels.device_tables else step.decode_lengths
-        if step.all_decode:
-            return self.kernels.mla_decode(q, rows, step.decode_pages, lengths, self.kv_b)
+        """Attention of a step with chunks [T, H, v]."""
         parts = list(zip([chunk.tokens for chunk in step.chunks], self._attend_chunks(q, rows, step), strict=True))
         if step.one_chunk:
             return parts[0][1]
         if step.decode_count:
             t = step.decode_tokens
+            lengths = step.lengths() if self.kernels.device_tables else step.decode_lengths
             o = self.kernels.mla_decode(q[t], rows, step.decode_pages, lengths, self.kv_b)
             parts.append((t, o))
         out = q.new_empty(q.shape[0], self.heads, parts[0][1].shape[2])
