@@ -26,6 +26,7 @@ from k3stack.kernels.activation.glu import Glu
 from k3stack.kernels.linear import triton as linear
 from k3stack.kernels.linear.triton import Tile
 from k3stack.kernels.mla import triton as mla
+from k3stack.kernels.mla import triton_warp
 from k3stack.kernels.moe import reference as moe_reference
 from k3stack.kernels.moe import triton as moe
 from k3stack.kernels.moe import triton_decode
@@ -45,7 +46,7 @@ TILES = [
     *(Tile(*t, False) for t in ((64, 128, 4, 5), (64, 128, 4, 7), (64, 256, 4, 4), (64, 128, 4, 3), (128, 64, 8, 4))),
     Tile(32, 128, 2, 5),
 ]
-ATTENTION = [(64, 8, 3), (64, 4, 3), (32, 4, 3), (64, 4, 2), (16, 4, 4)]
+ATTENTION = [(chains, programs) for chains in (2, 8) for programs in (264, 396, 528, 792, 1056)]
 PRODUCTS = [
     *((5248, 7168), (4864, 7168), (7168, 3584), (3264, 7168), (1728, 7168), (7168, 768), (7168, 384), (768, 128)),
     *((384, 128), (2304, 2304), (2304, 1024), (2304, 4096), (12608, 2304), (4096, 128), (6144, 2304), (10240, 7168)),
@@ -145,23 +146,22 @@ def measure_experts(batches: list[int]) -> None:
 def measure_attention(rows: int = 64, context: int = 8500) -> None:
     """Decode attention over a rank's cache, heads of 16 and 32 GPUs."""
     pages = -(-context // 64)
-    for dtype, heads, splits in itertools.product((torch.float8_e4m3fn, torch.bfloat16), (3, 6), (264, 132, 528)):
+    for dtype, heads in itertools.product((torch.float8_e4m3fn, torch.bfloat16), (3, 6)):
         cache = torch.randn(rows * pages, 64, 576, device=DEVICE).to(dtype)
         table = torch.randperm(rows * pages, device=DEVICE).view(rows, pages)
         lengths = torch.full((rows,), context, dtype=torch.int32, device=DEVICE)
         q, shared = torch.randn(heads, rows, 512, device=DEVICE).bfloat16(), torch.randn(rows, heads, 64, device=DEVICE)
         expected = None
-        mla.PROGRAMS = splits
-        for tile in ATTENTION:
-            mla.TILES[dtype.itemsize] = tile
+        for chains, programs in ATTENTION:
+            triton_warp.CHAINS[dtype.itemsize], triton_warp.PROGRAMS[dtype.itemsize] = chains, programs
             try:
                 found = mla.attend_latent(q, shared.bfloat16(), cache, table, lengths, 192**-0.5)
                 expected = plain_attention(q, shared, cache, table, context) if expected is None else expected
                 us = each([lambda: mla.attend_latent(q, shared.bfloat16(), cache, table, lengths, 192**-0.5)] * 3)  # noqa: B023
             except Exception as error:  # noqa: BLE001  a shape that does not fit is no result
-                print(json.dumps({"tile": tile, "error": str(error)[:60]}))
+                print(json.dumps({"chains": chains, "programs": programs, "error": str(error)[:60]}))
                 continue
-            print(json.dumps({"attention": str(dtype), "heads": heads, "programs": splits, "tile": tile,
+            print(json.dumps({"attention": str(dtype), "heads": heads, "programs": programs, "chains": chains,
                               "us": round(us, 1), "tb_s": round(rows * context * 576 * dtype.itemsize / us / 1e6, 2),
                               "off": round(relative(found, expected), 4)}), flush=True)  # fmt: skip
 

@@ -270,6 +270,32 @@ def test_mla_decode(dtype: torch.dtype, heads: int, latent: int) -> None:
     assert not out[4].any()
 
 
+@pytest.mark.skipif(INTERPRETED, reason="Gluon has no interpreter")
+@pytest.mark.parametrize("heads", [3, 8])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e4m3fn])
+def test_mla_decode_of_few_heads(dtype: torch.dtype, kind: torch.dtype, heads: int) -> None:
+    """Over pages that hold NaN where nothing was written; small values, too: fp8 has subnormal numbers below 2^-6."""
+    lengths = [1, 15, 16, 64, 65, 300, 0, 640]
+    count = len(lengths)
+    q, kv_b = draw(count, heads, 96, dtype=dtype), draw(heads, 64, 512, dtype=dtype, seed=1, scale=0.2)
+    q[0] *= 30
+    rows = torch.full((count * 10 * 64, 576), 255, dtype=torch.uint8, device=DEVICE).repeat(1, kind.itemsize).view(kind)
+    rows = rows.view(-1, 64, 576)
+    table = torch.randperm(count * 10, generator=torch.Generator().manual_seed(3)).view(count, 10).to(DEVICE)
+    wide = (draw(count, 640, 576, seed=2) * draw(count, 640, 1, seed=3)).to(kind)
+    for r, length in enumerate(lengths):
+        for n in range(0, length, 64):
+            part = wide[r, n : min(n + 64, length)]
+            rows[table[r, n // 64], : len(part)] = part
+    out = mla.decode(q, rows, table, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), kv_b)
+    for r, length in enumerate(lengths):
+        if length:
+            seen = wide[r, :length].to(dtype).cpu()
+            theirs = mla_reference.attend(q[r : r + 1].cpu(), seen, kv_b.cpu(), length - 1)
+            same(out[r : r + 1].cpu(), theirs, dtype)
+    assert not out[lengths.index(0)].any()
+
+
 @pytest.mark.parametrize(("tokens", "nope", "latent"), [(1, 32, 64), (20, 16, 96), (70, 16, 64), (3, 24, 64)])
 def test_mla_decode_with_its_gate(dtype: torch.dtype, tokens: int, nope: int, latent: int) -> None:
     q, kv_b = draw(tokens, 3, nope + 16, dtype=dtype), draw(3, nope + 24, latent, dtype=dtype, seed=1, scale=0.2)

@@ -194,7 +194,8 @@ def _attend_fp8_kernel(
 @triton.jit
 def _combine_kernel(
     partial, logsum, out, rows, heads, splits,
-    LATENT: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    LATENT: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, APART: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -210,13 +211,9 @@ def _combine_kernel(
     total = tl.sum(w, 0)
     # A row without cache (one that only fills up a batch) has no part at all.
     y = tl.sum(parts * w[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + (head.to(tl.int64) * rows + row) * LATENT + c, y.to(out.dtype.element_ty), mask=c < LATENT)
-
-
-def splits_of(groups: int, programs: int = PROGRAMS) -> int:
-    """Parts that the cache of each sequence is cut into, of which as many are read as there are ``groups`` of heads and
-    sequences: a function of the batch alone, so that a graph may keep it."""
-    return min(max(programs // groups, 1), MOST_SPLITS)
+    # APART: even columns come first, then odd ones.
+    to = 2 * (c % (LATENT // 2)) + c // (LATENT // 2) if APART else c
+    tl.store(out + (head.to(tl.int64) * rows + row) * LATENT + to, y.to(out.dtype.element_ty), mask=c < LATENT)
 
 
 def attend_latent(
@@ -229,7 +226,7 @@ def attend_latent(
     """
     heads, count, latent = q_latent.shape
     plan = _plan(q_latent, q_shared, rows)
-    splits = splits_of(count * triton.cdiv(heads, plan.heads), plan.programs)
+    splits = plan.splits
     partial = torch.empty(count, heads, splits, latent, dtype=torch.float32, device=q_latent.device)
     logsum = torch.empty(count, heads, splits, dtype=torch.float32, device=q_latent.device)
     given = rows.view(torch.int16) if plan.paired else rows
@@ -255,6 +252,7 @@ def attend_latent(
         WIDE=wide,
         SPLITS=most,
         COLUMNS=columns,
+        APART=plan.apart,
         num_warps=4,
     )
     return out
@@ -262,29 +260,32 @@ def attend_latent(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Kernel, its compile-time arguments, heads of a program, programs that fill the device; ``paired``: rows are given
-    as pairs of fp8 values."""
+    """Kernel, its compile-time arguments, heads of a program, parts that each cache is cut into; ``paired``: rows are
+    given as pairs of fp8 values; ``apart``: even columns of a part's contexts come first, then odd ones."""
 
     kernel: Any
     options: dict[str, int | float | bool]
     heads: int
-    programs: int
-    paired: bool
+    splits: int
+    paired: bool = False
+    apart: bool = False
 
 
 def _plan(q_latent: Tensor, q_shared: Tensor, rows: Tensor) -> _Plan:
+    """A function of sizes alone, not of lengths, so that a graph may keep it."""
     (heads, count, latent), shared, fp8 = q_latent.shape, q_shared.shape[2], rows.dtype == torch.float8_e4m3fn
-    narrow = q_latent.dtype == torch.bfloat16 and (fp8 or rows.dtype == torch.bfloat16)
-    if narrow and triton_warp.fits(heads, count, latent, shared, rows.shape[1]) and not start.INTERPRETED:
-        kernel, options = triton_warp.attend_kernel, triton_warp.options(rows.dtype.itemsize)
-        return _Plan(kernel, options, triton_warp.HEADS, triton_warp.PROGRAMS[rows.dtype.itemsize], fp8)
-    size = max(rows.dtype.itemsize, 4 if q_latent.dtype == torch.float32 else 1)
+    narrow, size = q_latent.dtype == torch.bfloat16 and (fp8 or rows.dtype == torch.bfloat16), rows.dtype.itemsize
+    if narrow and triton_warp.fits(heads, latent, shared, rows.shape[1]) and not start.INTERPRETED:
+        splits = max(triton_warp.programs(count, size) // count, 1)
+        return _Plan(triton_warp.attend_kernel, triton_warp.options(size), triton_warp.HEADS, splits, fp8, fp8)
+    splits = min(max(PROGRAMS // (count * triton.cdiv(heads, HEADS)), 1), MOST_SPLITS)
+    size = max(size, 4 if q_latent.dtype == torch.float32 else 1)
     block, warps, stages = FEW_TILES[size] if count <= FEW and size in FEW_TILES else TILES[size]
     options = {"BLOCK_H": HEADS, "BLOCK_N": min(block, rows.shape[1]), "num_warps": warps, "num_stages": stages}
     options["WIDE"] = triton.next_power_of_2(latent)
     if fp8 and q_latent.dtype != torch.float32 and min(latent, shared) >= NARROW:
-        return _Plan(_attend_fp8_kernel, options | {"ASM": not start.INTERPRETED}, HEADS, PROGRAMS, True)
-    return _Plan(_attend_kernel, options, HEADS, PROGRAMS, False)
+        return _Plan(_attend_fp8_kernel, options | {"ASM": not start.INTERPRETED}, HEADS, splits, paired=True)
+    return _Plan(_attend_kernel, options, HEADS, splits)
 
 
 def decode(q: Tensor, rows: Tensor, page_table: Tensor, lengths: Tensor, kv_b: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Both products are formed transposed, cache rows by heads, so that heads are the eight columns of a matrix instruction.
 A warp then holds the contexts of eight heads in its registers, takes whole tiles of rows from scores to contexts, and
-waits for no other. Eight such programs (five with rows in 16 bits) share a multiprocessor.
+waits for no other.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ TOKENS = 16
 """Cache rows of one pass: the rows of a matrix instruction."""
 STAGES = 2
 """Tiles of rows in shared memory: one is read while the next one comes."""
-CHAINS = {1: 4, 2: 2}
+CHAINS = {1: 8, 2: 2}
 """Parts of a row's latent whose products with the query are issued in turn, by the bytes of a cached value."""
-PROGRAMS = {1: 1056, 2: 660}
-"""Programs that fill the device, eight and five a multiprocessor of an H200, by the bytes of a cached value."""
-FEW = 4
-"""Sequences up to which programs of several warps are faster."""
+PROGRAMS = {1: 528, 2: 396}
+"""Programs that the caches of many sequences are shared out to, by the bytes of a cached value: four and three a
+multiprocessor of an H200. They read as fast as it lets them; more would have more to add up and begin less evenly."""
+FEW, FEW_PROGRAMS = 4, 264
+"""Sequences up to which as many are better."""
 LAZY = 8.0
 """Powers of two by which a score may exceed the one that weights are relative to before all sums are scaled again."""
 
@@ -162,14 +163,13 @@ def _pass(
 
 
 @gluon.jit
-def _store(partial, logsum, to, here, sums, LATENT: gl.constexpr, PAIRED: gl.constexpr):
-    """Contexts and the logarithm of the weights' sum of one split."""
+def _store(partial, logsum, to, here, sums, LATENT: gl.constexpr):
+    """Contexts, one half after the other, and the logarithm of the weights' sum of one split."""
     best, total, one, other = sums
     total = gl.sum(total, 0)
-    c = gl.arange(0, LATENT // 2, gl.SliceLayout(1, _MMA))
-    at = partial + to[None, :] * LATENT + (2 * c if PAIRED else c)[:, None]
+    at = partial + to[None, :] * LATENT + gl.arange(0, LATENT // 2, gl.SliceLayout(1, _MMA))[:, None]
     gl.store(at, one / total[None, :], mask=here[None, :])
-    gl.store(at + (1 if PAIRED else LATENT // 2), other / total[None, :], mask=here[None, :])
+    gl.store(at + LATENT // 2, other / total[None, :], mask=here[None, :])
     gl.store(logsum + to, best / _LOG2E + gl.log(total), mask=here)
 
 
@@ -180,10 +180,10 @@ def attend_kernel(
     LATENT: gl.constexpr, SHARED: gl.constexpr, PAGE: gl.constexpr, HEADS: gl.constexpr, TOKENS: gl.constexpr,
     STAGES: gl.constexpr, CHAINS: gl.constexpr, LAZY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """See ``triton.attend_latent``; rows of fp8 are given as pairs of values (int16). Grid: groups of HEADS heads,
-    sequences, splits.
+    """See ``triton.attend_latent``; rows of fp8 are given as pairs of values (int16). Of their contexts even columns
+    come first, then odd ones. Grid: groups of HEADS heads, sequences, splits.
 
-    Cache rows are read while the kernel before this one makes the queries (``launch.await_inputs``): whatever wrote them
+    Cache rows are read while the kernel before this one makes the queries (``launch.await_inputs``): what wrote them
     must come before that one."""
     KIND: gl.constexpr = rows.dtype.element_ty
     PAIRED: gl.constexpr = gl.int16 == KIND
@@ -241,21 +241,20 @@ def attend_kernel(
     async_copy.wait_group(0)
     latent, shared = latents.index(at), shareds.index(at)
     sums = _pass(latent, shared, ql, qs, qs_next, sums, final, end, scale, True, LAZY, CHAINS, PAIRED, HEADS)
-    _store(partial, logsum, to, h < heads, sums, LATENT, PAIRED)
+    _store(partial, logsum, to, h < heads, sums, LATENT)
 
 
-def fits(heads: int, count: int, latent: int, shared: int, page_rows: int) -> bool:
+def fits(heads: int, latent: int, shared: int, page_rows: int) -> bool:
     """Whether the kernel serves these sizes: those of Kimi-K3 and Kimi-Linear, whose tiles fill its layouts."""
-    return heads <= HEADS and (latent, shared) == (512, 64) and page_rows % TOKENS == 0 and count > FEW
+    return heads <= HEADS and (latent, shared) == (512, 64) and page_rows % TOKENS == 0
+
+
+def programs(count: int, itemsize: int) -> int:
+    """Programs that share out the caches of ``count`` sequences."""
+    return FEW_PROGRAMS if count <= FEW else PROGRAMS[itemsize]
 
 
 def options(itemsize: int) -> dict[str, int | float | bool]:
     """The kernel's compile-time arguments that do not depend on the model."""
-    return {
-        "HEADS": HEADS,
-        "TOKENS": TOKENS,
-        "STAGES": STAGES,
-        "CHAINS": CHAINS[itemsize],
-        "LAZY": LAZY,
-        "num_warps": 1,
-    }
+    chains = CHAINS[itemsize]
+    return {"HEADS": HEADS, "TOKENS": TOKENS, "STAGES": STAGES, "CHAINS": chains, "LAZY": LAZY, "num_warps": 1}
