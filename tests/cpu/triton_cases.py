@@ -205,7 +205,7 @@ def experts_packed() -> None:
 
 def experts_plain() -> None:
     w13, w2 = m(256, 2048, 2304), m(256, 2304, 1024)
-    for tokens in (1, 16, 4096):
+    for tokens in (1, 16, 1024, 8192):
         moe.experts(m(tokens, 2304), ints(tokens, 8), m(tokens, 8, dtype=F32), w13, w2, glu("silu"))
     moe.experts_plus(m(1, 2304), ints(1, 8), m(1, 8, dtype=F32), w13, w2, glu("silu"), (m(1, 1024), m(2304, 1024)))
 

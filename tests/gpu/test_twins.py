@@ -507,9 +507,9 @@ def test_experts_of_a_chunk(dtype: torch.dtype, packed: bool, more: int) -> None
     weights = torch.softmax(draw(tokens, top_k, seed=4), -1)
     act = Glu("situ", 4.0, 25.0, lambda t: slow_glu(t, True))
     tiles = triton_chunk.Tiles(16, more, 64, 4, 2)
-    plan = triton_chunk.Plan(tiles, tiles, 64)
+    plan = triton_chunk.Plan(tiles, tiles, 64, 2 if packed else 1)
     assert triton_chunk.fits(w13, plan)
-    mine = triton_chunk.experts(x, ids, weights, w13, w2, act, first, plan)
+    mine = triton_chunk.experts(x, ids, weights, w13, w2, act, first, total, plan)
     full = torch.zeros(total, 2 * inner, width, dtype=dtype), torch.zeros(total, width, inner, dtype=dtype)
     for e in range(here):
         for whole, w in zip(full, (w13, w2), strict=True):

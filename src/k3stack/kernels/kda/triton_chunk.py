@@ -25,8 +25,8 @@ class Options:
     """Warps of the kernels; of the one that carries states, columns of a state (0: by their number) and stages."""
 
     prepare: int = 16
-    diagonal: int = 8
     inside: int = 8
+    halved: int = 4
     solve: int = 4
     values: int = 0
     carry: int = 4
@@ -52,8 +52,6 @@ class Rooms:
     beta: Tensor
     fade: Tensor
     a: Tensor
-    near_kk: Tensor
-    near_qk: Tensor
 
     @property
     def nbytes(self) -> int:
@@ -122,34 +120,6 @@ def _prepare_kernel(
 
 
 @triton.jit
-def _diagonal_kernel(q, k, c, kk_out, qk_out, K: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr):
-    """Products of keys, and of queries and keys, under any decay, of each sub-chunk of a tile: [C / SUB, SUB, SUB]."""
-    NB: tl.constexpr = C // SUB
-    tile = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
-    q += tile * C * K
-    k += tile * C * K
-    c += tile * C * K
-    block = tl.arange(0, NB)[:, None, None] * SUB
-    row = tl.arange(0, SUB)[None, :, None]
-    column = tl.arange(0, SUB)[None, None, :]
-    i = tl.arange(0, K)[None, None, :]
-    at = (block + row) * K + i
-    kt = tl.load(k + at).to(tl.float32)
-    qt = tl.load(q + at).to(tl.float32)
-    ct = tl.load(c + at)
-    kk = tl.zeros([NB, SUB, SUB], tl.float32)
-    qk = tl.zeros([NB, SUB, SUB], tl.float32)
-    for j in range(SUB):
-        one = (block + j) * K + i
-        seen = tl.exp(tl.minimum(ct - tl.load(c + one), 0.0)) * tl.load(k + one).to(tl.float32)
-        kk = tl.where(column == j, tl.sum(kt * seen, 2)[:, :, None], kk)
-        qk = tl.where(column == j, tl.sum(qt * seen, 2)[:, :, None], qk)
-    to = tile * C * SUB + (block + row) * SUB + column
-    tl.store(kk_out + to, kk)
-    tl.store(qk_out + to, qk)
-
-
-@triton.jit
 def _both(q, k, factor, inverse, kk, qk, PRECISION: tl.constexpr):
     """Add the products of keys, and of queries, with keys: rows times ``factor``, columns times ``inverse``."""
     column = tl.trans(k * inverse)
@@ -160,14 +130,13 @@ def _both(q, k, factor, inverse, kk, qk, PRECISION: tl.constexpr):
 
 @triton.jit
 def _inside_kernel(
-    q, k, c, beta, near_kk, near_qk, a_out, qk_out, q_out, k_out, fade,
-    K: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr, FACTORED: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, c, beta, a_out, qk_out, q_out, k_out, fade,
+    K: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A = beta k k^T and q k^T under decay within a tile, q exp(c), k exp(c_C - c) and exp(c_C).
 
     The decay between two tokens is split at a token between them: halves of the tile at its middle, neighbouring
-    sub-chunks at their border, both factors <= 1; within a sub-chunk at the middle of its range, where that is bounded
-    (``FACTORED``), else ``_diagonal_kernel`` has done it.
+    sub-chunks at their border, both factors <= 1; within a sub-chunk at the middle of its range, which must be bounded.
     """
     tile = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
     q += tile * C * K
@@ -189,23 +158,74 @@ def _inside_kernel(
         border = r // (2 * SUB) * (2 * SUB) + SUB - 1
         e = tl.exp(-tl.abs(ct - tl.load(c + border[:, None] * K + i[None, :])))
         kk_next, qk_next = _both(qt, kt, e, e, kk_next, qk_next, PRECISION)
-        if FACTORED:
-            before = tl.load(c + (block * SUB - 1)[:, None] * K + i[None, :], mask=(block > 0)[:, None], other=0.0)
-            last = tl.load(c + (block * SUB + SUB - 1)[:, None] * K + i[None, :])
-            up = ct - 0.5 * (before + last)
-            kk_near, qk_near = _both(qt, kt, tl.exp(up), tl.exp(-up), kk_near, qk_near, PRECISION)
-        end = tl.load(c + (C - 1) * K + i)
-        tl.store(q_out + tile * C * K + at, (qt * tl.exp(ct)).to(q_out.dtype.element_ty))
-        tl.store(k_out + tile * C * K + at, (kt * tl.exp(end[None, :] - ct)).to(k_out.dtype.element_ty))
-        tl.store(fade + tile * K + i, tl.exp(end))
+        before = tl.load(c + (block * SUB - 1)[:, None] * K + i[None, :], mask=(block > 0)[:, None], other=0.0)
+        last = tl.load(c + (block * SUB + SUB - 1)[:, None] * K + i[None, :])
+        up = ct - 0.5 * (before + last)
+        kk_near, qk_near = _both(qt, kt, tl.exp(up), tl.exp(-up), kk_near, qk_near, PRECISION)
+        _decayed(qt, kt, ct, c, q_out, k_out, fade, tile, at, i, K, C)
     same = block[:, None] == block[None, :]
-    if not FACTORED:
-        blocks = tile * C * SUB + r[:, None] * SUB + (r % SUB)[None, :]
-        kk_near = tl.load(near_kk + blocks, mask=same, other=0.0)
-        qk_near = tl.load(near_qk + blocks, mask=same, other=0.0)
     pair = (block // 2)[:, None] == (block // 2)[None, :]
     kk = tl.where(same, kk_near, tl.where(pair, kk_next, kk_far)) * tl.load(beta + tile * C + r)[:, None]
     qk = tl.where(same, qk_near, tl.where(pair, qk_next, qk_far))
+    _store_products(a_out, qk_out, kk, qk, tile, C)
+
+
+@triton.jit
+def _halved_kernel(
+    q, k, c, beta, a_out, qk_out, q_out, k_out, fade,
+    K: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same under any decay: halves of the tile at its middle, their halves at theirs, down to single tokens."""
+    tile = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    q += tile * C * K
+    k += tile * C * K
+    c += tile * C * K
+    PART: tl.constexpr = min(32, K)
+    r = tl.arange(0, C)
+    kk = tl.zeros([C, C], tl.float32)
+    qk = tl.zeros([C, C], tl.float32)
+    own = tl.zeros([C], tl.float32)
+    for begin in range(0, K, PART):
+        i = begin + tl.arange(0, PART)
+        at = r[:, None] * K + i[None, :]
+        kt = tl.load(k + at).to(tl.float32)
+        qt = tl.load(q + at).to(tl.float32)
+        own += tl.sum(qt * kt, 1)
+        _decayed(qt, kt, tl.load(c + at), c, q_out, k_out, fade, tile, at, i, K, C)
+    size = C
+    for _ in range(LEVELS):
+        block = r // size
+        border = block * size + size // 2 - 1
+        kk_new = tl.zeros([C, C], tl.float32)
+        qk_new = tl.zeros([C, C], tl.float32)
+        for begin in range(0, K, PART):
+            i = begin + tl.arange(0, PART)
+            at = r[:, None] * K + i[None, :]
+            kt = tl.load(k + at).to(tl.float32)
+            qt = tl.load(q + at).to(tl.float32)
+            e = tl.exp(-tl.abs(tl.load(c + at) - tl.load(c + border[:, None] * K + i[None, :])))
+            kk_new, qk_new = _both(qt, kt, e, e, kk_new, qk_new, PRECISION)
+        same = block[:, None] == block[None, :]
+        kk = tl.where(same, kk_new, kk)
+        qk = tl.where(same, qk_new, qk)
+        size = size // 2
+    kk *= tl.load(beta + tile * C + r)[:, None]
+    qk = tl.where(r[:, None] == r[None, :], own[:, None], qk)
+    _store_products(a_out, qk_out, kk, qk, tile, C)
+
+
+@triton.jit
+def _decayed(qt, kt, ct, c, q_out, k_out, fade, tile, at, i, K: tl.constexpr, C: tl.constexpr):
+    """Write some columns of q exp(c), k exp(c_C - c) and exp(c_C)."""
+    end = tl.load(c + (C - 1) * K + i)
+    tl.store(q_out + tile * C * K + at, (qt * tl.exp(ct)).to(q_out.dtype.element_ty))
+    tl.store(k_out + tile * C * K + at, (kt * tl.exp(end[None, :] - ct)).to(k_out.dtype.element_ty))
+    tl.store(fade + tile * K + i, tl.exp(end))
+
+
+@triton.jit
+def _store_products(a_out, qk_out, kk, qk, tile, C: tl.constexpr):
+    r = tl.arange(0, C)
     below = r[:, None] - r[None, :]
     to = tile * C * C + r[:, None] * C + r[None, :]
     tl.store(a_out + to, tl.where(below > 0, kk, 0.0))
@@ -334,7 +354,7 @@ def chunks(
     heads, k = b.shape[1], states.shape[2]
     n, c = tiles.tiles, tiles.tile
     factored = lower_bound is not None and -lower_bound * SUB <= FACTOR_LIMIT
-    rooms = rooms_for(tiles, heads, k, raw, factored=factored)
+    rooms = rooms_for(tiles, heads, k, raw)
     sizes: dict[str, Any] = {"K": k, "C": c}
     precision = {"PRECISION": "ieee" if raw.dtype == torch.float32 else "tf32"}
     start.launch(
@@ -350,7 +370,7 @@ def chunks(
         num_warps=options.prepare,
     )
     move_windows(raw, windows, *tiles.ends)
-    _within(rooms, {**sizes, **precision, "SUB": SUB}, options, factored=factored)
+    _within(rooms, sizes | precision, options, factored=factored)
     sequences = tiles.per_sequence.shape[1]
     values = options.values or state_columns(sequences * heads, k)
     # The values have been used up: their room takes the corrected ones.
@@ -377,9 +397,9 @@ def chunks(
     )
 
 
-def rooms_for(tiles: ChunkTiles, heads: int, k: int, raw: Tensor, *, factored: bool) -> Rooms:
+def rooms_for(tiles: ChunkTiles, heads: int, k: int, raw: Tensor) -> Rooms:
     """Uninitialised; those of the layer before, where they are few enough to be kept: all kernels come one by one."""
-    name = ("kda rooms", heads, k, raw.dtype, factored)
+    name = ("kda rooms", heads, k, raw.dtype)
     if name in tiles.kept:
         kept: Rooms = tiles.kept[name]
         return kept
@@ -391,9 +411,8 @@ def rooms_for(tiles: ChunkTiles, heads: int, k: int, raw: Tensor, *, factored: b
     def wide(*shape: int) -> Tensor:
         return room(*shape, dtype=torch.float32)
 
-    near = 0 if factored else SUB
     same = (room(c, k) for _ in range(7))
-    rooms = Rooms(*same, room(c, c), room(k, k), wide(c, k), wide(c), wide(k), wide(c, c), wide(c, near), wide(c, near))
+    rooms = Rooms(*same, room(c, c), room(k, k), wide(c, k), wide(c), wide(k), wide(c, c))
     if rooms.nbytes <= KEPT_BYTES:
         tiles.kept[name] = rooms
     return rooms
@@ -401,23 +420,21 @@ def rooms_for(tiles: ChunkTiles, heads: int, k: int, raw: Tensor, *, factored: b
 
 def _within(r: Rooms, constants: dict[str, Any], options: Options, *, factored: bool) -> None:
     """What needs no state: from q, k, v, c, beta of all tiles to q k^T, the decayed q and k, exp(c_C), w and u."""
-    grid = r.q.shape[:2]
-    if not factored:
-        start.launch(
-            _diagonal_kernel,
-            (*grid,),
-            *(r.q, r.k, r.decay, r.near_kk, r.near_qk),
-            **{name: value for name, value in constants.items() if name != "PRECISION"},
-            num_warps=options.diagonal,
-        )
+    levels = constants["C"].bit_length() - 1
     start.launch(
-        _inside_kernel,
-        (*grid,),
-        *(r.q, r.k, r.decay, r.beta, r.near_kk, r.near_qk, r.a, r.qk, r.decayed_q, r.decayed_k, r.fade),
+        _inside_kernel if factored else _halved_kernel,
+        (*r.q.shape[:2],),
+        *(r.q, r.k, r.decay, r.beta, r.a, r.qk, r.decayed_q, r.decayed_k, r.fade),
         **constants,
-        FACTORED=factored,
-        num_warps=options.inside,
+        **({"SUB": SUB} if factored else {"LEVELS": levels}),
+        num_warps=options.inside if factored else options.halved,
         num_stages=1,
     )
-    warps = options.solve if constants["K"] >= 64 else SOLVE_NARROW
-    start.launch(_solve_kernel, (*grid,), *(r.k, r.v, r.decay, r.beta, r.a, r.w, r.u), **constants, num_warps=warps)
+    start.launch(
+        _solve_kernel,
+        (*r.q.shape[:2],),
+        *(r.k, r.v, r.decay, r.beta, r.a, r.w, r.u),
+        **constants,
+        SUB=SUB,
+        num_warps=options.solve if constants["K"] >= 64 else SOLVE_NARROW,
+    )

@@ -209,7 +209,7 @@ def experts(
         return triton_few.experts(x, ids, weights, w13, w2, activation, first)
     mean = tokens * top_k / (total or w13.shape[0])
     if mean > FEW and x.dtype == torch.bfloat16 and triton_chunk.fits(w13):
-        return triton_chunk.experts(x, ids, weights, w13, w2, activation, first)
+        return triton_chunk.experts(x, ids, weights, w13, w2, activation, first, total)
     if isinstance(w13, Mxfp4Weight) and isinstance(w2, Mxfp4Weight) and w13.tiled:
         groups = (ids, first) if tokens == 1 else group(ids, w13.shape[0], first)
         warps = triton_decode.ONE if tokens == 1 else triton_decode.SOME

@@ -41,17 +41,23 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Tiles of the two products, and the columns of a tile, for both alike."""
+    """Tiles of the two products (of plain weights, rows of gate and up count alike), the columns of a tile, for both
+    products, and the programs that share an expert's tokens: what the first pass leaves is another program's."""
 
     into: Tiles
     out: Tiles
     k: int
+    passes: int
 
 
-PACKED = Plan(Tiles(128, 32, 64, 4, 4), Tiles(128, 64, 64, 4, 3), 64)
-PLAIN = Plan(Tiles(128, 0, 128, 8, 3), Tiles(128, 0, 256, 8, 3), 64)
-PASSES = 2
-"""Programs that share an expert's tokens: what the first pass leaves is another program's."""
+PACKED = Plan(Tiles(128, 32, 64, 4, 4), Tiles(128, 64, 64, 4, 3), 64, 2)
+MANY = Plan(Tiles(256, 32, 128, 8, 4), Tiles(256, 32, 128, 8, 4), 64, 1)
+PLAIN = {
+    40: Plan(Tiles(32, 16, 128, 4, 5), Tiles(32, 16, 128, 4, 5), 64, 1),
+    72: Plan(Tiles(64, 16, 128, 4, 4), Tiles(64, 16, 128, 4, 4), 64, 1),
+    160: Plan(Tiles(128, 32, 256, 8, 3), Tiles(128, 32, 256, 8, 3), 64, 1),
+}
+"""Of plain weights, by the mean tokens of an expert up to which they are fastest; ``MANY`` for more."""
 PLACED = 1024
 """Choices that a program of the placing kernel looks at."""
 
@@ -154,22 +160,21 @@ def _all_done(THREADS: tl.constexpr):
 @triton.jit
 def _in_kernel(
     x, w, scale, counts, out, experts, beta, linear_beta, factor,
-    WIDTH: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr, SITU: tl.constexpr, PACKED: tl.constexpr,
+    WIDTH: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr, SITU: tl.constexpr,
     M: tl.constexpr, MORE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PASSES: tl.constexpr,
     THREADS: tl.constexpr,
 ):  # fmt: skip
-    """N inner columns of one expert's tokens: gate, up, activation."""
+    """N inner columns of one expert's tokens: gate, up, activation. MXFP4 weights."""
     expert = tl.program_id(1).to(tl.int64)
     count = tl.load(counts + expert)
     first = _before(counts, expert, experts, EXPERTS).to(tl.int64)
-    PER: tl.constexpr = 4 if PACKED else 1
     DTYPE: tl.constexpr = x.dtype.element_ty
-    w += expert * 2 * INNER * (WIDTH // PER)
-    w_up = w + INNER * (WIDTH // PER)
+    w += expert * 2 * INNER * (WIDTH // 4)
+    w_up = w + INNER * (WIDTH // 4)
     scale += expert * 2 * INNER * (WIDTH // 32)
     scale_up = scale + INNER * (WIDTH // 32)
     d = tl.program_id(0) * N + tl.arange(0, N)
-    rows = _column(d, K, PACKED)
+    rows = _column(d, K, True)
     for m0 in range(tl.program_id(2) * (M + MORE), count, PASSES * (M + MORE)):
         xs = x + (first + m0) * WIDTH
         gate = tl.zeros([N, M], tl.float32)
@@ -177,36 +182,71 @@ def _in_kernel(
         if MORE:
             gate_2 = tl.zeros([N, MORE], tl.float32)
             up_2 = tl.zeros([N, MORE], tl.float32)
-        byte = 0
-        byte_up = 0
-        if PACKED:
-            byte = _scales(scale, rows, 0, WIDTH, K)
-            byte_up = _scales(scale_up, rows, 0, WIDTH, K)
+        byte = _scales(scale, rows, 0, WIDTH, K)
+        byte_up = _scales(scale_up, rows, 0, WIDTH, K)
         for step in range(WIDTH // K):
-            if PACKED:
-                # Scales are too few for the copies ahead that the compiler makes: those of the next pass are taken now.
-                next_byte = _scales(scale, rows, step + 1, WIDTH, K)
-                next_up = _scales(scale_up, rows, step + 1, WIDTH, K)
+            # Scales are too few for the copies ahead that the compiler makes: those of the next pass are taken now.
+            next_byte = _scales(scale, rows, step + 1, WIDTH, K)
+            next_up = _scales(scale_up, rows, step + 1, WIDTH, K)
             t = _tokens(xs, step, WIDTH, M, K)
             if MORE:
                 t_2 = _tokens(xs + M * WIDTH, step, WIDTH, MORE, K)
-            a = _weights(w, byte, rows, step, WIDTH, N, K, PACKED, DTYPE)
+            a = _weights(w, byte, rows, step, WIDTH, N, K, True, DTYPE)
             gate = tl.dot(a, t, gate, input_precision="ieee")
             if MORE:
                 gate_2 = tl.dot(a, t_2, gate_2, input_precision="ieee")
             _all_done(THREADS)
-            a = _weights(w_up, byte_up, rows, step, WIDTH, N, K, PACKED, DTYPE)
+            a = _weights(w_up, byte_up, rows, step, WIDTH, N, K, True, DTYPE)
             up = tl.dot(a, t, up, input_precision="ieee")
             if MORE:
                 up_2 = tl.dot(a, t_2, up_2, input_precision="ieee")
             _all_done(THREADS)
-            if PACKED:
-                byte = next_byte
-                byte_up = next_up
+            byte = next_byte
+            byte_up = next_up
         to = out + (first + m0) * INNER
         _store_inner(to, gate, up, d, count - m0, beta, linear_beta, factor, INNER, SITU, M)
         if MORE:
             _store_inner(to + M * INNER, gate_2, up_2, d, count - m0 - M, beta, linear_beta, factor, INNER, SITU, MORE)
+
+
+@triton.jit
+def _in_plain_kernel(
+    x, w, counts, out, experts, beta, linear_beta,
+    WIDTH: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr, SITU: tl.constexpr,
+    M: tl.constexpr, MORE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PASSES: tl.constexpr,
+):  # fmt: skip
+    """N / 2 inner columns of one expert's tokens: rows of gate and up alternate in one product."""
+    expert = tl.program_id(1).to(tl.int64)
+    count = tl.load(counts + expert)
+    first = _before(counts, expert, experts, EXPERTS).to(tl.int64)
+    w += expert * 2 * INNER * WIDTH
+    n = tl.arange(0, N)
+    rows = tl.program_id(0) * (N // 2) + n // 2 + n % 2 * INNER
+    d = tl.program_id(0) * (N // 2) + tl.arange(0, N // 2)
+    for m0 in range(tl.program_id(2) * (M + MORE), count, PASSES * (M + MORE)):
+        xs = x + (first + m0) * WIDTH
+        acc = tl.zeros([N, M], tl.float32)
+        if MORE:
+            acc_2 = tl.zeros([N, MORE], tl.float32)
+        for step in range(WIDTH // K):
+            t = _tokens(xs, step, WIDTH, M, K)
+            a = tl.load(w + rows[:, None] * WIDTH + (step * K + tl.arange(0, K))[None, :])
+            acc = tl.dot(a, t, acc, input_precision="ieee")
+            if MORE:
+                t_2 = _tokens(xs + M * WIDTH, step, WIDTH, MORE, K)
+                acc_2 = tl.dot(a, t_2, acc_2, input_precision="ieee")
+        to = out + (first + m0) * INNER
+        gate, up = _alternate(acc, N, M)
+        _store_inner(to, gate, up, d, count - m0, beta, linear_beta, 1.0, INNER, SITU, M)
+        if MORE:
+            gate, up = _alternate(acc_2, N, MORE)
+            _store_inner(to + M * INNER, gate, up, d, count - m0 - M, beta, linear_beta, 1.0, INNER, SITU, MORE)
+
+
+@triton.jit
+def _alternate(acc, N: tl.constexpr, M: tl.constexpr):
+    """Even and odd rows."""
+    return tl.split(tl.permute(tl.reshape(acc, [N // 2, 2, M]), (0, 2, 1)))
 
 
 @triton.jit
@@ -285,17 +325,23 @@ def _sum_kernel(results, rows, weights, out, width, TOPK: tl.constexpr, BLOCK: t
     tl.store(out + token * width + c, acc.to(out.dtype.element_ty), mask=c < width)
 
 
-def plan_for(w13: Experts) -> Plan:
-    return PACKED if isinstance(w13, Mxfp4Weight) else PLAIN
+def plan_for(w13: Experts, mean: float) -> Plan:
+    """For experts that have ``mean`` tokens each."""
+    if isinstance(w13, Mxfp4Weight):
+        return PACKED
+    return next((plan for most, plan in PLAIN.items() if mean <= most), MANY)
 
 
 def fits(w13: Experts, plan: Plan | None = None) -> bool:
-    """Whether all sizes are whole tiles, and MXFP4 is in the order that the kernels take."""
+    """Whether all sizes are whole tiles (of any plan, if none is given), and MXFP4 is in the order that the kernels
+    take."""
+    if plan is None:
+        return all(fits(w13, p) for p in ((PACKED,) if isinstance(w13, Mxfp4Weight) else (MANY, *PLAIN.values())))
     _, double, width = w13.shape
-    plan, inner = plan or plan_for(w13), double // 2
-    if isinstance(w13, Mxfp4Weight) and not w13.tiled:
-        return False
-    return not (width % plan.k or inner % plan.k or inner % plan.into.n or width % plan.out.n)
+    inner = double // 2
+    if isinstance(w13, Mxfp4Weight):
+        return w13.tiled and not (width % plan.k or inner % plan.k or inner % plan.into.n or width % plan.out.n)
+    return not (width % plan.k or inner % plan.k or double % plan.into.n or width % plan.out.n)
 
 
 def experts(
@@ -306,12 +352,14 @@ def experts(
     w2: Experts,
     activation: Glu,
     first: int = 0,
+    total: int | None = None,
     plan: Plan | None = None,
 ) -> Tensor:
     """See ``triton.experts``; sizes as ``fits`` says. In which order an expert's tokens lie is left to chance, and does
     not matter to the result."""
     (tokens, top_k), (count, double, width) = ids.shape, w13.shape
-    inner, device, plan = double // 2, x.device, plan or plan_for(w13)
+    inner, device = double // 2, x.device
+    plan = plan or plan_for(w13, tokens * top_k / (total or count))
     packed = isinstance(w13, Mxfp4Weight)
     slots = torch.empty(tokens, top_k, dtype=torch.int32, device=device)
     rows = torch.empty_like(slots)
@@ -324,7 +372,7 @@ def experts(
         num_warps=8,
     )
     room = tokens * top_k
-    shared = {"EXPERTS": triton.next_power_of_2(count), "PACKED": packed}
+    around = {"EXPERTS": triton.next_power_of_2(count)}
     # A pass reads beyond the last token; what it finds there stays in columns that nobody stores.
     grouped = torch.empty(room + plan.into.m + plan.into.more, width, dtype=x.dtype, device=device)
     start.launch(
@@ -332,32 +380,26 @@ def experts(
         (tokens,),
         *(x, ids, slots, counts, rows, grouped, first, count, x.stride(0), width),
         TOPK=top_k,
+        **around,
         K=plan.k,
-        **shared,
+        PACKED=packed,
         BLOCK=triton.next_power_of_2(width),
         num_warps=4,
     )
     factor = 2.0**SHIFT.value if packed and x.dtype == torch.bfloat16 else 1.0
     hidden = torch.empty(room + plan.out.m + plan.out.more, inner, dtype=x.dtype, device=device)
-    start.launch(
-        _in_kernel,
-        (inner // plan.into.n, count, PASSES),
-        *(grouped, *_parts(w13), counts, hidden, count, activation.beta, activation.linear_beta, factor),
-        WIDTH=width,
-        INNER=inner,
-        SITU=activation.kind == "situ",
-        **shared,
-        **_options(plan.into, plan.k, packed),
-    )
+    _inner(grouped, w13, counts, hidden, activation, factor, plan)
     results = grouped
     start.launch(
         _out_kernel,
-        (width // plan.out.n, count, PASSES),
+        (width // plan.out.n, count, plan.passes),
         *(hidden, *_parts(w2), counts, results, count, factor),
         INNER=inner,
         WIDTH=width,
-        **shared,
-        **_options(plan.out, plan.k, packed),
+        **around,
+        PACKED=packed,
+        THREADS=_waiting(plan.out, packed=packed),
+        **_options(plan.out, plan),
     )
     out = torch.empty(tokens, width, dtype=x.dtype, device=device)
     start.launch(
@@ -371,12 +413,36 @@ def experts(
     return out
 
 
+def _inner(
+    grouped: Tensor, w13: Experts, counts: Tensor, hidden: Tensor, activation: Glu, factor: float, plan: Plan
+) -> None:
+    """The activations of all choices, expert after expert."""
+    (count, _, width), inner, t = w13.shape, hidden.shape[1], plan.into
+    sizes: dict[str, Any] = {"WIDTH": width, "INNER": inner, "EXPERTS": triton.next_power_of_2(count)}
+    sizes |= {"SITU": activation.kind == "situ", **_options(t, plan)}
+    act = (activation.beta, activation.linear_beta)
+    if isinstance(w13, Mxfp4Weight):
+        start.launch(
+            _in_kernel,
+            (inner // t.n, count, plan.passes),
+            *(grouped, *_parts(w13), counts, hidden, count, *act, factor),
+            THREADS=_waiting(t, packed=True),
+            **sizes,
+        )
+    else:
+        grid = (2 * inner // t.n, count, plan.passes)
+        start.launch(_in_plain_kernel, grid, *(grouped, w13, counts, hidden, count, *act), **sizes)
+
+
 def _parts(w: Experts) -> tuple[Tensor, Tensor]:
     return (w.packed.view(torch.int16), w.scale) if isinstance(w, Mxfp4Weight) else (w, w)
 
 
-def _options(t: Tiles, k: int, packed: bool) -> dict[str, Any]:
-    sizes = {"M": t.m, "MORE": t.more, "N": t.n, "K": k, "PASSES": PASSES}
-    # Only weights that are unpacked come from registers.
-    sizes["THREADS"] = 32 * t.warps if packed and not start.INTERPRETED else 0
+def _waiting(t: Tiles, *, packed: bool) -> int:
+    """Threads that wait for products: only weights that are unpacked come from registers."""
+    return 32 * t.warps if packed and not start.INTERPRETED else 0
+
+
+def _options(t: Tiles, plan: Plan) -> dict[str, Any]:
+    sizes = {"M": t.m, "MORE": t.more, "N": t.n, "K": plan.k, "PASSES": plan.passes}
     return {**sizes, "num_warps": t.warps, "num_stages": t.stages}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,8 @@ from k3stack.kernels.launch import await_inputs, next_power_of_two
 WARPS = 16
 MANY = 1024
 """Tokens from which on the kernel for many is taken."""
+MANY_WARPS, REGISTERS, STAGES = 8, 128, 3
+"""Of that kernel: warps, registers of a thread (two programs fit a multiprocessor), rows in shared memory."""
 NOTHING, ADD, REPLACE = 0, 1, 2
 """What happens to the last row before the mix: nothing, ``+= y``, ``= y``."""
 
@@ -85,10 +89,10 @@ def _mix_kernel(
 @triton.jit
 def _mix_many_kernel(
     bank, y, score, weight, mixed, normed, token_stride, count, width, eps, norm_eps,
-    CHANGE: tl.constexpr, NORM: tl.constexpr, MIXED: tl.constexpr, BLOCK: tl.constexpr,
+    CHANGE: tl.constexpr, NORM: tl.constexpr, MIXED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As ``_mix_kernel``, for tokens that fill the device; the changed row comes first, so that it is known when it is
-    needed."""
+    """As ``_mix_kernel``, for tokens that fill the device: the changed row comes first, the others are copied to shared
+    memory ahead of their use, which leaves registers for a second program."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < width
@@ -102,12 +106,12 @@ def _mix_many_kernel(
             other = (other.to(tl.float32) + value.to(tl.float32)).to(value.dtype)
         value = other
         tl.store(last + at, value, mask=mask)
-    best = -float("inf")
-    total = 0.0
-    acc = tl.zeros([BLOCK], tl.float32)
-    for j in range(count):
-        r = value.to(tl.float32)
-        value = tl.load(rows + j * width + at, mask=mask & (j < count - 1), other=0.0)
+    acc = value.to(tl.float32)
+    product, square = tl.reduce((acc * w, acc * acc), 0, _add_both)
+    best = product * tl.rsqrt(square / width + eps)
+    total = best * 0 + 1
+    for j in tl.range(0, count - 1, num_stages=STAGES):
+        r = tl.load(rows + j * width + at, mask=mask, other=0.0).to(tl.float32)
         best, total, acc = _take_in(r, w, best, total, acc, width, eps)
     mean = (acc / total).to(bank.dtype.element_ty)
     _finish(mean, weight, mixed, normed, token, at, mask, width, norm_eps, NORM, MIXED)
@@ -144,7 +148,9 @@ def mix_norm(
     out = torch.empty(tokens, width, dtype=rows.dtype, device=rows.device) if mixed else None
     normed = None if weight is None else torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)
     block = next_power_of_two(width)
-    options = {} if many else {"EARLY": early}
+    options: dict[str, Any] = {"EARLY": early, "num_warps": min(max(block // 512, 1), WARPS)}
+    if many:
+        options = {"STAGES": STAGES, "maxnreg": REGISTERS, "num_warps": min(max(block // 1024, 1), MANY_WARPS)}
     start.launch(
         _mix_many_kernel if many else _mix_kernel,
         (tokens,),
@@ -155,7 +161,6 @@ def mix_norm(
         NORM=weight is not None,
         MIXED=mixed,
         BLOCK=block,
-        num_warps=min(max(block // 512, 1), WARPS),
         **options,
     )
     return out, normed
