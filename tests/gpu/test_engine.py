@@ -55,7 +55,14 @@ def test_serve_on_the_gpu() -> None:
     )  # fmt: skip
     try:
         assert process.stderr is not None
-        url = next(m.group(1) for line in process.stderr if (m := re.search(r"answers at (http://\S+)", line)))
+        said: list[str] = []
+        for line in process.stderr:
+            said.append(line)
+            if found := re.search(r"answers at (http://\S+)", line):
+                break
+        else:
+            pytest.fail("the server ended: " + "".join(said[-20:]))
+        url = found.group(1)
         body = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "temperature": 0}
         request = urllib.request.Request(
             f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
