@@ -25,8 +25,8 @@ ROW_BYTES = {"bfloat16": 2, "fp8_e4m3": 1}
 
 
 def main() -> int:
-    args = _parser().parse_args()
-    geometry = load_geometry(str(files("k3stack.config").joinpath("data", MODELS[args.model])))
+    args = arguments().parse_args()
+    geometry = config_of(args.model)
     layout = ParallelLayout(tp=args.tp_size, ep=args.ep_size)
     model = RankModel(geometry, layout, precision=Precision(row=ROW_BYTES[args.kv_cache_dtype]))
     if args.floor_only:
@@ -38,6 +38,11 @@ def main() -> int:
     for report in reports:
         print(json.dumps(report, indent=None if args.json else 2))
     return 0
+
+
+def config_of(model: str) -> ModelGeometry:
+    """The geometry of one of ``MODELS``."""
+    return load_geometry(str(files("k3stack.config").joinpath("data", MODELS[model])))
 
 
 def decode_load(batch: int, context: int) -> StepLoad:
@@ -64,7 +69,8 @@ def floors(model: RankModel, batch: int, context: int) -> dict[str, Any]:
     }
 
 
-def _parser() -> argparse.ArgumentParser:
+def arguments() -> argparse.ArgumentParser:
+    """What a rank is, and which of its steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="k3", help="geometry of the public config.json")
     parser.add_argument("--tp-size", type=int, default=16)
