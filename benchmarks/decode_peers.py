@@ -52,7 +52,7 @@ class KdaPeer:
         part, heads, k = self.part, self.part.heads, self.part.head_dim
         raw, gate, b, _, f, low, _ = F.linear(x, part.w_in).split(part.sizes, dim=1)
         qkv, _ = causal_conv1d_update(raw.contiguous(), self.window, weight=self.taps, activation="silu")
-        q, key, v = (y.reshape(self.rows, 1, heads, k) for y in qkv.split(part.width, dim=1))
+        q, key, v = (y.contiguous().view(self.rows, 1, heads, k) for y in qkv.split(part.width, dim=1))
         f = F.linear(f, part.w_f).view(self.rows, 1, heads, k)
         o, _ = fused_recurrent_kda_fwd(
             q, key, v, f, b.reshape(self.rows, 1, heads).contiguous(), self.a_log, part.dt_bias, self.states,
