@@ -124,6 +124,39 @@ def test_a_known_kernel_is_started_with_addresses(starts: restart.Starts) -> Non
     ]
 
 
+class Launcher:
+    """As a compiled kernel's ``run`` is in Triton 3.6, with the C part as ``launch``."""
+
+    launch_cooperative_grid, launch_pdl, profile_scratch_size = False, True, 0
+
+    def __init__(self, scratch: int) -> None:
+        self.global_scratch_size = scratch
+        self.called: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __call__(self, *args: Any) -> None:
+        self.called.append(args)
+
+    def launch(self, *args: Any) -> None:
+        self.launched.append(args)
+
+
+@pytest.mark.parametrize("scratch", [0, 128])
+def test_only_a_kernel_without_scratch_memory_is_started_past_its_launcher(
+    starts: restart.Starts, monkeypatch: pytest.MonkeyPatch, scratch: int
+) -> None:
+    monkeypatch.setattr(restart, "DIRECT", True)
+    kernel, compiled, run = Kernel(), Compiled(), Launcher(scratch)
+    monkeypatch.setattr(compiled, "run", run)
+    starts.remember(kernel, (FLOATS, 16, 0.5), {"BLOCK": 64}, compiled)
+    assert starts.again(kernel, (3, 2), (FLOATS, 16, 0.5), {"BLOCK": 64})
+    values = (FLOATS.data_ptr(), 16, 0.5, 64, None, None)
+    unheard = (None, None, None)
+    direct = (3, 2, 1, 70, "function", False, True, None, None, "metadata", *unheard, *values)
+    assert run.launched == ([] if scratch else [direct])
+    assert run.called == ([(3, 2, 1, 70, "function", "metadata", *unheard, *values)] if scratch else [])
+
+
 def test_another_case_goes_the_usual_way(starts: restart.Starts) -> None:
     kernel, compiled = Kernel(), Compiled()
     args, options = (FLOATS, 16, 0.5), {"BLOCK": 64, "FAST": True, "num_warps": 4}
