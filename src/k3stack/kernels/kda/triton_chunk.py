@@ -76,12 +76,15 @@ def _convolve(raw, windows, conv, first, begin, here, channel, raw_row, channels
     y = tl.zeros([C, channel.shape[0]], tl.float32)
     for j in tl.static_range(TAPS):
         back = t - (TAPS - 1) + j
-        seen = (here & (back >= begin))[:, None]
-        x = tl.load(raw + back[:, None] * raw_row + channel[None, :], mask=seen, other=0.0)
-        slot = back - begin + (TAPS - 1)
-        old = (here & (back < begin))[:, None]
-        past = tl.load(windows + slot[:, None] * channels + channel[None, :], mask=old, other=0.0)
-        y += (x.to(tl.float32) + past.to(tl.float32)) * tl.load(conv + j * channels + channel)[None, :]
+        x = tl.load(raw + back[:, None] * raw_row + channel[None, :], mask=(here & (back >= begin))[:, None], other=0.0)
+        y += x.to(tl.float32) * tl.load(conv + j * channels + channel)[None, :]
+    # Only a sequence's first tile looks back to the window.
+    if first - begin < TAPS - 1:
+        for j in tl.static_range(TAPS - 1):
+            slot = t + j - begin
+            old = (here & (slot < TAPS - 1))[:, None]
+            past = tl.load(windows + slot[:, None] * channels + channel[None, :], mask=old, other=0.0)
+            y += past.to(tl.float32) * tl.load(conv + j * channels + channel)[None, :]
     return y / (1 + tl.exp(-y))
 
 

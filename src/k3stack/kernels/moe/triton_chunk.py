@@ -50,7 +50,7 @@ class Plan:
     passes: int
 
 
-PACKED = Plan(Tiles(128, 32, 64, 4, 4), Tiles(128, 64, 64, 4, 3), 64, 2)
+PACKED = Plan(Tiles(128, 32, 64, 4, 4), Tiles(128, 64, 256, 8, 3), 64, 2)
 MANY = Plan(Tiles(256, 32, 128, 8, 4), Tiles(256, 32, 128, 8, 4), 64, 1)
 PLAIN = {
     40: Plan(Tiles(32, 16, 128, 4, 5), Tiles(32, 16, 128, 4, 5), 64, 1),
@@ -118,21 +118,17 @@ def _scales(scale, rows, step, WIDTH: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def _weights(
-    w, byte, rows, step,
-    WIDTH: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr,
+    w, byte, rows, step, WIDTH: tl.constexpr, N: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
-    """One pass's columns of N weight rows [N, K]. byte [N, K / 32]: their scales."""
-    if PACKED:
-        PER: tl.constexpr = 128 // K
-        at = step // PER * 512 + step % PER * (K // 4) + tl.arange(0, K // 4)
-        row = rows // 16 * (WIDTH * 4) + rows % 16 * 32
-        halves = tl.load(w + row[:, None] + at[None, :])
-        byte = tl.reshape(tl.broadcast_to(byte[:, :, None], [N, K // 32, 8]), [N, K // 4])
-        a, b, c, d = unpack_tiles(halves, byte, tl.bfloat16 == DTYPE)
-        four = tl.join(tl.join(a.to(DTYPE), b.to(DTYPE)), tl.join(c.to(DTYPE), d.to(DTYPE)))
-        return tl.reshape(tl.permute(four, (0, 3, 2, 1)), [N, K])
-    else:
-        return tl.load(w + rows[:, None] * WIDTH + (step * K + tl.arange(0, K))[None, :])
+    """One pass's columns of N rows of MXFP4 weights [N, K]. byte [N, K / 32]: their scales."""
+    PER: tl.constexpr = 128 // K
+    at = step // PER * 512 + step % PER * (K // 4) + tl.arange(0, K // 4)
+    row = rows // 16 * (WIDTH * 4) + rows % 16 * 32
+    halves = tl.load(w + row[:, None] + at[None, :])
+    byte = tl.reshape(tl.broadcast_to(byte[:, :, None], [N, K // 32, 8]), [N, K // 4])
+    a, b, c, d = unpack_tiles(halves, byte, tl.bfloat16 == DTYPE)
+    four = tl.join(tl.join(a.to(DTYPE), b.to(DTYPE)), tl.join(c.to(DTYPE), d.to(DTYPE)))
+    return tl.reshape(tl.permute(four, (0, 3, 2, 1)), [N, K])
 
 
 @triton.jit
@@ -191,12 +187,12 @@ def _in_kernel(
             t = _tokens(xs, step, WIDTH, M, K)
             if MORE:
                 t_2 = _tokens(xs + M * WIDTH, step, WIDTH, MORE, K)
-            a = _weights(w, byte, rows, step, WIDTH, N, K, True, DTYPE)
+            a = _weights(w, byte, rows, step, WIDTH, N, K, DTYPE)
             gate = tl.dot(a, t, gate, input_precision="ieee")
             if MORE:
                 gate_2 = tl.dot(a, t_2, gate_2, input_precision="ieee")
             _all_done(THREADS)
-            a = _weights(w_up, byte_up, rows, step, WIDTH, N, K, True, DTYPE)
+            a = _weights(w_up, byte_up, rows, step, WIDTH, N, K, DTYPE)
             up = tl.dot(a, t, up, input_precision="ieee")
             if MORE:
                 up_2 = tl.dot(a, t_2, up_2, input_precision="ieee")
@@ -264,44 +260,83 @@ def _store_inner(
 @triton.jit
 def _out_kernel(
     x, w, scale, counts, out, experts, factor,
-    INNER: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, PACKED: tl.constexpr,
+    INNER: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr,
     M: tl.constexpr, MORE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PASSES: tl.constexpr,
     THREADS: tl.constexpr,
+):  # fmt: skip
+    """N columns of the down product of one expert's tokens, one half after the other. MXFP4 weights."""
+    expert = tl.program_id(1).to(tl.int64)
+    count = tl.load(counts + expert)
+    first = _before(counts, expert, experts, EXPERTS).to(tl.int64)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    HALF: tl.constexpr = N // 2
+    w += expert * WIDTH * (INNER // 4)
+    scale += expert * WIDTH * (INNER // 32)
+    n = tl.program_id(0) * N + tl.arange(0, HALF)
+    for m0 in range(tl.program_id(2) * (M + MORE), count, PASSES * (M + MORE)):
+        xs = x + (first + m0) * INNER
+        low = tl.zeros([HALF, M], tl.float32)
+        high = tl.zeros([HALF, M], tl.float32)
+        if MORE:
+            low_2 = tl.zeros([HALF, MORE], tl.float32)
+            high_2 = tl.zeros([HALF, MORE], tl.float32)
+        byte = _scales(scale, n, 0, INNER, K)
+        byte_high = _scales(scale, n + HALF, 0, INNER, K)
+        for step in range(INNER // K):
+            next_byte = _scales(scale, n, step + 1, INNER, K)
+            next_high = _scales(scale, n + HALF, step + 1, INNER, K)
+            t = _tokens(xs, step, INNER, M, K)
+            if MORE:
+                t_2 = _tokens(xs + M * INNER, step, INNER, MORE, K)
+            a = _weights(w, byte, n, step, INNER, HALF, K, DTYPE)
+            low = tl.dot(a, t, low, input_precision="ieee")
+            if MORE:
+                low_2 = tl.dot(a, t_2, low_2, input_precision="ieee")
+            _all_done(THREADS)
+            a = _weights(w, byte_high, n + HALF, step, INNER, HALF, K, DTYPE)
+            high = tl.dot(a, t, high, input_precision="ieee")
+            if MORE:
+                high_2 = tl.dot(a, t_2, high_2, input_precision="ieee")
+            _all_done(THREADS)
+            byte = next_byte
+            byte_high = next_high
+        to = out + (first + m0) * WIDTH
+        _store_outer(to, low, n, count - m0, factor, WIDTH, M)
+        _store_outer(to, high, n + HALF, count - m0, factor, WIDTH, M)
+        if MORE:
+            _store_outer(to + M * WIDTH, low_2, n, count - m0 - M, factor, WIDTH, MORE)
+            _store_outer(to + M * WIDTH, high_2, n + HALF, count - m0 - M, factor, WIDTH, MORE)
+
+
+@triton.jit
+def _out_plain_kernel(
+    x, w, counts, out, experts,
+    INNER: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr,
+    M: tl.constexpr, MORE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PASSES: tl.constexpr,
 ):  # fmt: skip
     """N columns of the down product of one expert's tokens."""
     expert = tl.program_id(1).to(tl.int64)
     count = tl.load(counts + expert)
     first = _before(counts, expert, experts, EXPERTS).to(tl.int64)
-    PER: tl.constexpr = 4 if PACKED else 1
-    DTYPE: tl.constexpr = x.dtype.element_ty
-    w += expert * WIDTH * (INNER // PER)
-    scale += expert * WIDTH * (INNER // 32)
+    w += expert * WIDTH * INNER
     n = tl.program_id(0) * N + tl.arange(0, N)
     for m0 in range(tl.program_id(2) * (M + MORE), count, PASSES * (M + MORE)):
         xs = x + (first + m0) * INNER
         acc = tl.zeros([N, M], tl.float32)
         if MORE:
             acc_2 = tl.zeros([N, MORE], tl.float32)
-        byte = 0
-        if PACKED:
-            byte = _scales(scale, n, 0, INNER, K)
         for step in range(INNER // K):
-            if PACKED:
-                next_byte = _scales(scale, n, step + 1, INNER, K)
             t = _tokens(xs, step, INNER, M, K)
             if MORE:
                 t_2 = _tokens(xs + M * INNER, step, INNER, MORE, K)
-            a = _weights(w, byte, n, step, INNER, N, K, PACKED, DTYPE)
+            a = tl.load(w + n[:, None] * INNER + (step * K + tl.arange(0, K))[None, :])
             acc = tl.dot(a, t, acc, input_precision="ieee")
             if MORE:
                 acc_2 = tl.dot(a, t_2, acc_2, input_precision="ieee")
-            _all_done(THREADS)
-            if PACKED:
-                byte = next_byte
         to = out + (first + m0) * WIDTH
-        _store_outer(to, acc, n, count - m0, factor, WIDTH, M)
+        _store_outer(to, acc, n, count - m0, 1.0, WIDTH, M)
         if MORE:
-            _store_outer(to + M * WIDTH, acc_2, n, count - m0 - M, factor, WIDTH, MORE)
+            _store_outer(to + M * WIDTH, acc_2, n, count - m0 - M, 1.0, WIDTH, MORE)
 
 
 @triton.jit
@@ -372,7 +407,6 @@ def experts(
         num_warps=8,
     )
     room = tokens * top_k
-    around = {"EXPERTS": triton.next_power_of_2(count)}
     # A pass reads beyond the last token; what it finds there stays in columns that nobody stores.
     grouped = torch.empty(room + plan.into.m + plan.into.more, width, dtype=x.dtype, device=device)
     start.launch(
@@ -380,7 +414,7 @@ def experts(
         (tokens,),
         *(x, ids, slots, counts, rows, grouped, first, count, x.stride(0), width),
         TOPK=top_k,
-        **around,
+        EXPERTS=triton.next_power_of_2(count),
         K=plan.k,
         PACKED=packed,
         BLOCK=triton.next_power_of_2(width),
@@ -390,17 +424,7 @@ def experts(
     hidden = torch.empty(room + plan.out.m + plan.out.more, inner, dtype=x.dtype, device=device)
     _inner(grouped, w13, counts, hidden, activation, factor, plan)
     results = grouped
-    start.launch(
-        _out_kernel,
-        (width // plan.out.n, count, plan.passes),
-        *(hidden, *_parts(w2), counts, results, count, factor),
-        INNER=inner,
-        WIDTH=width,
-        **around,
-        PACKED=packed,
-        THREADS=_waiting(plan.out, packed=packed),
-        **_options(plan.out, plan),
-    )
+    _outer(hidden, w2, counts, results, factor, plan)
     out = torch.empty(tokens, width, dtype=x.dtype, device=device)
     start.launch(
         _sum_kernel,
@@ -426,7 +450,7 @@ def _inner(
             _in_kernel,
             (inner // t.n, count, plan.passes),
             *(grouped, *_parts(w13), counts, hidden, count, *act, factor),
-            THREADS=_waiting(t, packed=True),
+            THREADS=_waiting(t),
             **sizes,
         )
     else:
@@ -434,13 +458,26 @@ def _inner(
         start.launch(_in_plain_kernel, grid, *(grouped, w13, counts, hidden, count, *act), **sizes)
 
 
-def _parts(w: Experts) -> tuple[Tensor, Tensor]:
-    return (w.packed.view(torch.int16), w.scale) if isinstance(w, Mxfp4Weight) else (w, w)
+def _outer(hidden: Tensor, w2: Experts, counts: Tensor, results: Tensor, factor: float, plan: Plan) -> None:
+    """The down products of all choices, expert after expert."""
+    (count, width, inner), t = w2.shape, plan.out
+    sizes: dict[str, Any] = {"INNER": inner, "WIDTH": width, "EXPERTS": triton.next_power_of_2(count)}
+    sizes |= _options(t, plan)
+    grid = (width // t.n, count, plan.passes)
+    if isinstance(w2, Mxfp4Weight):
+        parts = (hidden, *_parts(w2), counts, results, count, factor)
+        start.launch(_out_kernel, grid, *parts, THREADS=_waiting(t), **sizes)
+    else:
+        start.launch(_out_plain_kernel, grid, *(hidden, w2, counts, results, count), **sizes)
 
 
-def _waiting(t: Tiles, *, packed: bool) -> int:
-    """Threads that wait for products: only weights that are unpacked come from registers."""
-    return 32 * t.warps if packed and not start.INTERPRETED else 0
+def _parts(w: Mxfp4Weight) -> tuple[Tensor, Tensor]:
+    return w.packed.view(torch.int16), w.scale
+
+
+def _waiting(t: Tiles) -> int:
+    """Threads that wait for products."""
+    return 0 if start.INTERPRETED else 32 * t.warps
 
 
 def _options(t: Tiles, plan: Plan) -> dict[str, Any]:
