@@ -183,7 +183,8 @@ def mla_step() -> None:
         mla_ends.write_rows(m(4, 128), m(96), 1e-6, narrow, ints(4), ints(4))
         cache, lengths = m(50, 64, 576, dtype=rows), m(4, dtype=torch.int32)
         mla.attend_latent(m(6, 4, 512), m(4, 6, 64), cache, ints(4, 9), lengths, 0.07)
-        mla.attend_latent(m(6, 64, 512), m(64, 6, 64), cache, ints(64, 9), m(64, dtype=torch.int32), 0.07)
+        for heads in (6, 12, 32):
+            mla.attend_latent(m(heads, 64, 512), m(64, heads, 64), cache, ints(64, 9), m(64, dtype=torch.int32), 0.07)
         mla_ends.write_rows(m(4, 576), m(512), 1e-6, cache, ints(4), ints(4))
     for heads, tokens in ((6, 1), (6, 64), (32, 16)):
         mla_ends.absorb(m(tokens, heads, 192), m(heads, 256, 512), 128)

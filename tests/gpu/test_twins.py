@@ -271,9 +271,9 @@ def test_mla_decode(dtype: torch.dtype, heads: int, latent: int) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="Gluon has no interpreter")
-@pytest.mark.parametrize("heads", [3, 8])
+@pytest.mark.parametrize("heads", [3, 8, 12, 32])
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e4m3fn])
-def test_mla_decode_of_few_heads(dtype: torch.dtype, kind: torch.dtype, heads: int) -> None:
+def test_mla_decode_at_full_width(dtype: torch.dtype, kind: torch.dtype, heads: int) -> None:
     """Over pages that hold NaN where nothing was written; small values, too: fp8 has subnormal numbers below 2^-6."""
     lengths = [1, 15, 16, 64, 65, 300, 0, 640]
     count = len(lengths)

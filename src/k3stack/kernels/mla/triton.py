@@ -13,7 +13,7 @@ from torch import Tensor
 from k3stack.kernels import launch as start
 from k3stack.kernels.activation.triton import output_gate
 from k3stack.kernels.launch import await_inputs
-from k3stack.kernels.mla import triton_ends, triton_warp
+from k3stack.kernels.mla import triton_ends, triton_group, triton_warp
 
 HEADS = 16
 """Heads of one program: the least that a matrix instruction takes."""
@@ -278,6 +278,10 @@ def _plan(q_latent: Tensor, q_shared: Tensor, rows: Tensor) -> _Plan:
     if narrow and triton_warp.fits(heads, latent, shared, rows.shape[1]) and not start.INTERPRETED:
         splits = max(triton_warp.programs(count, size) // count, 1)
         return _Plan(triton_warp.attend_kernel, triton_warp.options(size), triton_warp.HEADS, splits, fp8, fp8)
+    group = triton_group.heads_of(heads, latent, shared, rows.shape[1])
+    if narrow and not fp8 and group is not None and not start.INTERPRETED:
+        splits = max(triton_group.PROGRAMS // (count * triton.cdiv(heads, group)), 1)
+        return _Plan(triton_group.attend_kernel, {"HEADS": group, "num_warps": 4}, group, splits)
     splits = min(max(PROGRAMS // (count * triton.cdiv(heads, HEADS)), 1), MOST_SPLITS)
     size = max(size, 4 if q_latent.dtype == torch.float32 else 1)
     block, warps, stages = FEW_TILES[size] if count <= FEW and size in FEW_TILES else TILES[size]
