@@ -29,7 +29,7 @@ def test_prefill_and_decode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     g, arena = golden(name), TestArena(net)
     one, mid = (arena.open() for _ in range(2))
     ids = prompt(name, "b1")
-    arena.run([(mid, ids[:20])])
+    assert not arena.run([(mid, ids[:20])], wanted=[]).numel()
     logits = arena.run([(one, prompt(name, "b0")), (mid, ids[20:])])
     assert off(logits, g["logits_b_last"][:2]) < FLOAT32
     for step in range(1):

@@ -296,13 +296,16 @@ def test_mla_decode_at_full_width(dtype: torch.dtype, kind: torch.dtype, heads: 
     assert not out[lengths.index(0)].any()
 
 
-@pytest.mark.parametrize(("tokens", "nope", "latent"), [(1, 32, 64), (20, 16, 96), (70, 16, 64), (3, 24, 64)])
+@pytest.mark.parametrize(
+    ("tokens", "nope", "latent"), [(0, 32, 64), (1, 32, 64), (20, 16, 96), (70, 16, 64), (3, 24, 64)]
+)
 def test_mla_decode_with_its_gate(dtype: torch.dtype, tokens: int, nope: int, latent: int) -> None:
     q, kv_b = draw(tokens, 3, nope + 16, dtype=dtype), draw(3, nope + 24, latent, dtype=dtype, seed=1, scale=0.2)
     rows, gate = draw(2, 16, latent + 16, dtype=dtype, seed=2), draw(tokens, 80, dtype=dtype, seed=3)[:, 8:]
     table = torch.tensor([[1, 0]], device=DEVICE).expand(tokens, 2)
     lengths = torch.arange(tokens, dtype=torch.int32, device=DEVICE) % 32 + 1
     out = mla.gated(q, rows, table, lengths, kv_b, gate)
+    assert out.shape == (tokens, 72)
     seen = rows[[1, 0]].view(32, -1).cpu()
     for r, length in enumerate(lengths.tolist()):
         theirs = mla_reference.attend(q[r : r + 1].cpu(), seen[:length], kv_b.cpu(), length - 1)

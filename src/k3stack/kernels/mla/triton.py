@@ -278,9 +278,9 @@ def _plan(q_latent: Tensor, q_shared: Tensor, rows: Tensor) -> _Plan:
     if narrow and triton_warp.fits(heads, latent, shared, rows.shape[1]) and not start.INTERPRETED:
         splits = max(triton_warp.programs(count, size) // count, 1)
         return _Plan(triton_warp.attend_kernel, triton_warp.options(size), triton_warp.HEADS, splits, fp8, fp8)
-    group = triton_group.heads_of(heads, latent, shared, rows.shape[1])
+    group = triton_group.heads_of(heads, count, latent, shared, rows.shape[1])
     if narrow and not fp8 and group is not None and not start.INTERPRETED:
-        splits = max(triton_group.PROGRAMS // (count * triton.cdiv(heads, group)), 1)
+        splits = triton_group.splits_of(count, triton.cdiv(heads, group))
         return _Plan(triton_group.attend_kernel, {"HEADS": group, "num_warps": 4}, group, splits)
     splits = min(max(PROGRAMS // (count * triton.cdiv(heads, HEADS)), 1), MOST_SPLITS)
     size = max(size, 4 if q_latent.dtype == torch.float32 else 1)
@@ -294,17 +294,22 @@ def _plan(q_latent: Tensor, q_shared: Tensor, rows: Tensor) -> _Plan:
 
 def decode(q: Tensor, rows: Tensor, page_table: Tensor, lengths: Tensor, kv_b: Tensor) -> Tensor:
     """One token each of R sequences over their pages; see ``cpu.decode``. ``lengths`` int32 [R] on the device."""
-    return gated(q, rows, page_table, lengths, kv_b, None).view(*q.shape[:2], -1)
+    v = kv_b.shape[1] - (q.shape[2] - (rows.shape[2] - kv_b.shape[2]))
+    return gated(q, rows, page_table, lengths, kv_b, None).view(*q.shape[:2], v)
 
 
 def gated(q: Tensor, rows: Tensor, page_table: Tensor, lengths: Tensor, kv_b: Tensor, gate: Tensor | None) -> Tensor:
     """``decode`` and then ``activation.reference.output_gate`` by ``gate`` [R, H v], None: without -> [R, H v]."""
-    nope, scale = q.shape[-1] - (rows.shape[2] - kv_b.shape[2]), q.shape[-1] ** -0.5
-    if triton_ends.fits(q.shape[0], nope):
+    (count, heads, width), latent = q.shape, kv_b.shape[2]
+    nope, scale = width - (rows.shape[2] - latent), width**-0.5
+    if count == 0:
+        # The last layer of a step whose tokens nobody wants to hear of.
+        return q.new_empty(0, heads * (kv_b.shape[1] - nope))
+    if triton_ends.fits(count, nope):
         absorbed = triton_ends.absorb(q, kv_b, nope)
         context = attend_latent(absorbed, q[..., nope:], rows, page_table, lengths, scale)
         return triton_ends.project(context, kv_b, nope, gate)
     absorbed = torch.bmm(q[..., :nope].transpose(0, 1), kv_b[:, :nope])
     context = attend_latent(absorbed, q[..., nope:], rows, page_table, lengths, scale)
     out = torch.bmm(context, kv_b[:, nope:].transpose(1, 2)).transpose(0, 1)
-    return out.reshape(q.shape[0], -1) if gate is None else output_gate(out, gate)
+    return out.reshape(count, -1) if gate is None else output_gate(out, gate)

@@ -14,10 +14,12 @@ from k3stack.kernels.launch import await_inputs
 
 HEADS = (16, 32)
 """Heads that one program may have."""
+FEW = 4
+"""Sequences up to which the smaller number is better."""
 ROWS = 64
 """Cache rows of a page: those of a tile, for which the instructions are."""
-PROGRAMS = 132
-"""Programs that fill the device: one a multiprocessor of an H200."""
+PROGRAMS, FEW_PROGRAMS = 132, 134
+"""Programs that fill the device, one a multiprocessor of an H200; how many share out the caches of few sequences."""
 
 _ROWS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
@@ -128,8 +130,13 @@ def attend_kernel(
     gl.store(logsum + to, best / _LOG2E + gl.log(total), mask=h < heads)
 
 
-def heads_of(heads: int, latent: int, shared: int, page_rows: int) -> int | None:
+def heads_of(heads: int, count: int, latent: int, shared: int, page_rows: int) -> int | None:
     """Heads of a program for these sizes; None: others serve them."""
     if (latent, shared, page_rows) != (512, 64, ROWS):
         return None
-    return HEADS[heads > HEADS[0]]
+    return HEADS[heads > HEADS[0] and count > FEW]
+
+
+def splits_of(count: int, groups: int) -> int:
+    """Parts that each of ``count`` caches is cut into, which ``groups`` of heads read."""
+    return max((FEW_PROGRAMS if count <= FEW else PROGRAMS) // (count * groups), 1)
