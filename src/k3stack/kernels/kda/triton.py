@@ -15,6 +15,8 @@ L2_EPS = 1e-6
 CHANNELS = 128
 WARPS, WARPS_ALONE = 4, 8
 """Of a decode program with heads 128 wide: half of one head's state, or all of it, is held in registers."""
+COLUMNS = 64
+"""Neighbouring columns that a warp takes of a row, where a program has all of a head's state."""
 FUSED = 16
 """Rows up to which the second halves of low-rank projections are part of the step."""
 ALONE = 132
@@ -40,10 +42,9 @@ def _window(windows, conv, channel, channels, TAPS: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
-def _convolve(raw, past, taps, channel, TAPS: tl.constexpr, ROWS: tl.constexpr):
-    """One token's convolution and SiLU of some channels, and the window's rows with the token as the last."""
+def _convolve(now, past, taps, TAPS: tl.constexpr, ROWS: tl.constexpr):
+    """The convolution and SiLU of one token's channels ``now``, and the window's rows with the token as the last."""
     j = tl.arange(0, ROWS)[:, None]
-    now = tl.load(raw + channel)
     x = tl.where(j == TAPS - 1, now[None, :], past)
     y = tl.sum(x.to(tl.float32) * taps, 0)
     return y / (1 + tl.exp(-y)), x
@@ -57,10 +58,13 @@ def _move_on(windows, x, channel, channels, TAPS: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def _second(low, w, K: tl.constexpr):
-    """The product of a low-rank projection's second half ``w`` [K, K] with the first half's output, rounded."""
-    x = tl.load(low + tl.arange(0, K))
-    return tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], 1).to(x.dtype).to(tl.float32)
+def _second(x, w, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """The product of a low-rank projection's second half ``w`` [K, K / COLUMNS, COLUMNS] with the first half's output
+    ``x`` [K]; with half the warps (COLUMNS is K) in the layout of a square, in which they have registers for it."""
+    if COLUMNS == K:
+        return tl.sum(tl.reshape(w, [K, K]).to(tl.float32) * x.to(tl.float32)[None, :], 1).to(x.dtype).to(tl.float32)
+    wide = tl.reshape(x, [1, K // COLUMNS, COLUMNS]).to(tl.float32)
+    return tl.sum(tl.sum(w.to(tl.float32) * wide, 1), 1)
 
 
 @triton.jit
@@ -70,6 +74,21 @@ def log_decay(z, a, lower_bound, BOUNDED: tl.constexpr):
         return lower_bound / (1 + tl.exp(-a * z))
     else:
         return -a * (tl.maximum(z, 0.0) + tl.log(1 + tl.exp(-tl.abs(z))))
+
+
+@triton.jit
+def _at_once(place, first, q, k, v, both, beta, decay, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """The state ``first`` moved on, to ``place``; the output [K]. What k and q see of the decayed state is found in one
+    pass; q sees the new one through k too (``both``: their product)."""
+    kd = (k * decay)[:, None, None]
+    qd = (q * decay)[:, None, None]
+    s = first.to(tl.float32)
+    by_k, by_q = tl.reduce((s * kd, s * qd), 0, _add_two)
+    d = beta * (tl.reshape(v, [K // COLUMNS, COLUMNS]) - by_k)
+    o = tl.reshape(by_q + both * d, [K])
+    s = s * decay[:, None, None] + k[:, None, None] * d[None, :, :]
+    tl.store(place, s.to(place.dtype.element_ty))
+    return o
 
 
 @triton.jit
@@ -92,12 +111,14 @@ def _in_parts(place, q, k, v, beta, decay, K: tl.constexpr, V: tl.constexpr, PAR
 def _decode_kernel(
     raw, f, gate, b, conv, exp_a, dt_bias, norm, windows, states, blocks, out, w_f, w_g,
     raw_row, f_row, gate_row, b_row, window_block, state_block, width, scale, lower_bound, l2_eps, eps,
-    K: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BOUNDED: tl.constexpr, PARTS: tl.constexpr,
-    LOW_F: tl.constexpr, LOW_G: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BOUNDED: tl.constexpr,
+    PARTS: tl.constexpr, LOW_F: tl.constexpr, LOW_G: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one token. The state's columns are independent: they are taken in PARTS, one after the other, so that
     more programs have room side by side. LOW_F, LOW_G: of decay and gate only the first half's output is given. What
-    an earlier step wrote, and weights, are read before the inputs are there."""
+    an earlier step wrote, and weights, are read before the inputs are there; then all of these are called for at once.
+    Squares [K, K] are [K, K / COLUMNS, COLUMNS] where PARTS is 1: a thread has fewer rows, for each of which it works
+    out decay and gate."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     block = tl.load(blocks + row)
@@ -105,10 +126,11 @@ def _decode_kernel(
     i = tl.arange(0, K)
     at = head * K + i
     V: tl.constexpr = K // PARTS
-    place = states + own * state_block + head * K * K + i[:, None] * K + tl.arange(0, V)[None, :]
+    column = tl.arange(0, K // COLUMNS)[None, :, None] * COLUMNS + tl.arange(0, COLUMNS)[None, None, :]
+    states += own * state_block + head * K * K
     windows += own * window_block
     # In pieces as the state's, so that all are laid out alike.
-    square = tl.max_contiguous(at.to(tl.int64)[:, None] * K + i[None, :], (1, 4))
+    square = tl.max_contiguous(at.to(tl.int64)[:, None, None] * K + column, (1, 1, 4))
     if LOW_F:
         by_f = tl.load(w_f + square)
     if LOW_G:
@@ -121,24 +143,29 @@ def _decode_kernel(
     weight = tl.load(norm + i)
     if PARTS == 1:
         # The last of these reads: Triton then lays out what it meets by it.
+        place = states + i[:, None, None] * K + column
         first = tl.load(place)
     await_inputs(PDL)
+    raw += row * raw_row
+    q_now = tl.load(raw + at)
+    k_now = tl.load(raw + width + at)
+    v_now = tl.load(raw + 2 * width + at)
+    by_beta = tl.load(b + row * b_row + head)
+    z = tl.load(f + row * f_row + (i if LOW_F else at))
+    z_gate = tl.load(gate + row * gate_row + (i if LOW_G else at))
     if block < 0:
         tl.store(out + row * width + at, tl.zeros([K], out.dtype.element_ty))
         return
-    raw += row * raw_row
-    q, q_rows = _convolve(raw, q_past, q_taps, at, TAPS, ROWS)
-    k, k_rows = _convolve(raw, k_past, k_taps, width + at, TAPS, ROWS)
-    v, v_rows = _convolve(raw, v_past, v_taps, 2 * width + at, TAPS, ROWS)
-    beta = 1 / (1 + tl.exp(-tl.load(b + row * b_row + head).to(tl.float32)))
+    q, q_rows = _convolve(q_now, q_past, q_taps, TAPS, ROWS)
+    k, k_rows = _convolve(k_now, k_past, k_taps, TAPS, ROWS)
+    v, v_rows = _convolve(v_now, v_past, v_taps, TAPS, ROWS)
+    beta = 1 / (1 + tl.exp(-by_beta.to(tl.float32)))
     if LOW_F:
-        z = _second(f + row * f_row, by_f, K) + bias
-    else:
-        z = tl.load(f + row * f_row + at).to(tl.float32) + bias
+        z = _second(z, by_f, K, COLUMNS)
+    z = z.to(tl.float32) + bias
     if LOW_G:
-        z_gate = _second(gate + row * gate_row, by_g, K)
-    else:
-        z_gate = tl.load(gate + row * gate_row + at).to(tl.float32)
+        z_gate = _second(z_gate, by_g, K, COLUMNS)
+    opened = 1 / (1 + tl.exp(-z_gate.to(tl.float32)))
     # Other threads may still have to read what is overwritten now.
     tl.debug_barrier()
     _move_on(windows, q_rows, at, 3 * width, TAPS, ROWS)
@@ -152,18 +179,12 @@ def _decode_kernel(
     both *= q_factor * k_factor
     decay = tl.exp(log_decay(z, a, lower_bound, BOUNDED))
     if PARTS == 1:
-        # What k and q see of the decayed state; q sees the new one through k too.
-        kd = (k * decay)[:, None]
-        qd = (q * decay)[:, None]
-        s = first.to(tl.float32)
-        by_k, by_q = tl.reduce((s * kd, s * qd), 0, _add_two)
-        d = beta * (v - by_k)
-        o = by_q + both * d
-        tl.store(place, (s * decay[:, None] + k[:, None] * d[None, :]).to(states.dtype.element_ty))
+        o = _at_once(place, first, q, k, v, both, beta, decay, K, COLUMNS)
     else:
+        place = states + i[:, None] * K + tl.arange(0, V)[None, :]
         o = _in_parts(place, q, k, v, beta, decay, K, V, PARTS)
     o = o * tl.rsqrt(tl.sum(o * o, 0) / K + eps) * weight
-    o = o / (1 + tl.exp(-z_gate))
+    o *= opened
     tl.store(out + row * width + at, o.to(out.dtype.element_ty))
 
 
@@ -228,6 +249,7 @@ def decode_step(
         K=k,
         TAPS=taps,
         ROWS=triton.next_power_of_2(taps),
+        COLUMNS=min(COLUMNS, k) if parts == 1 else k,
         BOUNDED=lower_bound is not None,
         PARTS=parts,
         LOW_F=w_f is not None,
