@@ -29,8 +29,9 @@ from k3stack.kernels.mla import triton as mla
 from k3stack.kernels.mla import triton_warp
 from k3stack.kernels.moe import reference as moe_reference
 from k3stack.kernels.moe import triton as moe
-from k3stack.kernels.moe import triton_decode
+from k3stack.kernels.moe import triton_decode, triton_units
 from k3stack.kernels.moe.triton_decode import Warps
+from k3stack.kernels.moe.triton_units import Share
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight, in_tiles
 
 DEVICE = torch.device("cuda", 0)
@@ -40,6 +41,7 @@ WARPS = [
     *(Warps(*w, registers=96) for w in ((1, 4, 2), (1, 4), (1, 4, 1, 3), (1, 4, 1, 2), (1, 2), (2, 2))),
     *(Warps(*w, registers=80) for w in ((1, 4), (2, 2), (4, 1), (4, 1, 1, 2), (8, 1, 1, 2))),
 ]
+SHARES = [Share(*s) for s in ((4, 1, 4, 128), (4, 1, 4, 96, 5), (2, 2, 4, 128), (4, 1, 3, 128), (8, 1, 2, 128, 2))]
 TILES = [
     *(Tile(*t) for t in ((16, 128, 4, 4), (32, 128, 4, 3), (16, 64, 4, 4), (16, 64, 4, 3), (32, 64, 4, 4))),
     *(Tile(*t, True, 4096) for t in ((16, 128, 4, 6), (16, 256, 4, 3), (16, 128, 4, 4))),
@@ -78,10 +80,15 @@ def inputs(batch: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(batch, LATENT, device=DEVICE).bfloat16(), ids, torch.rand(batch, TOP_K, device=DEVICE)
 
 
-def experts(given: tuple[Tensor, ...], w13: Mxfp4Weight, w2: Mxfp4Weight, warps: tuple[Warps, Warps]) -> Tensor:
+def experts(given: tuple[Tensor, ...], w13: Mxfp4Weight, w2: Mxfp4Weight, shape: tuple[Warps, Warps] | Share) -> Tensor:
     x, ids, share = given
-    groups = (ids, 0) if x.shape[0] == 1 else moe.group(ids, EXPERTS, 0)
-    return moe.add_up(triton_decode.results(x, w13, w2, ACT, groups, TOP_K, warps), ids, share, 0, EXPERTS)
+    if isinstance(shape, tuple):
+        results = triton_decode.results(x, w13, w2, ACT, moe.group(ids, EXPERTS, 0), TOP_K, shape)
+    elif x.shape[0] == 1:
+        return triton_units.result_of_one(x, w13, w2, ACT, (ids, share, 0), shape)
+    else:
+        results = triton_units.results(x, w13, w2, ACT, moe.group(ids, EXPERTS, 0, True), TOP_K, shape)
+    return moe.add_up(results, ids, share, 0, EXPERTS)
 
 
 def compile_some(share: tuple[int, int, tuple[int, ...]]) -> None:
@@ -89,6 +96,8 @@ def compile_some(share: tuple[int, int, tuple[int, ...]]) -> None:
     w13, w2 = in_tiles(weights(2 * INNER, LATENT), weights(LATENT, INNER))
     for warps in WARPS[share[0] :: share[1]]:
         experts(inputs(4, 0), w13, w2, (warps, warps))
+    for shared, batch in itertools.product(SHARES[share[0] :: share[1]], (1, 4)):
+        experts(inputs(batch, 0), w13, w2, shared)
     for tile in TILES[share[0] :: share[1]]:
         for batch, width in itertools.product(share[2], (7168, 2304, 384)):
             x, w = torch.randn(batch, width, device=DEVICE), torch.randn(576, width, device=DEVICE)
@@ -131,8 +140,13 @@ def measure_experts(batches: list[int]) -> None:
         expected = moe_reference.experts(x, ids.clamp(max=EXPERTS - 1), share, *plain, ACT)  # type: ignore[arg-type]
         del plain
         found = []
-        for side, warps in itertools.product((0, 1), WARPS):
-            both = (warps, BASE) if side == 0 else (BASE, warps)
+        for shape in SHARES:
+            off = relative(experts(given[0], w13, w2, shape), expected)
+            us = each([lambda g=g, s=shape: experts(g, w13, w2, s) for g in given])
+            found.append({"experts": round(touched, 1), "batch": batch, "side": "both", "share": str(shape),
+                          "us": round(us, 1), "tb_s": round(nbytes / us / 1e6, 3), "off": round(off, 4)})  # fmt: skip
+        for side, warps in itertools.product(("in", "out"), WARPS if batch > 1 else ()):
+            both = (warps, BASE) if side == "in" else (BASE, warps)
             off = relative(experts(given[0], w13, w2, both), expected)
             us = each([lambda g=g, w=both: experts(g, w13, w2, w) for g in given])
             shape = [warps.columns, warps.rows, warps.unroll, warps.stages, warps.registers]

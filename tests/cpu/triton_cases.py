@@ -195,7 +195,7 @@ def mla_step() -> None:
 
 
 def experts_packed() -> None:
-    for tokens in (1, 64, 512, 4096):
+    for tokens in (1, 16, 64, 512, 4096):
         ids, weights = ints(tokens, 16), m(tokens, 16, dtype=F32)
         w13, w2 = packed(56, 6144, 3584), packed(56, 3584, 3072)
         moe.experts(m(tokens, 3584), ids, weights, w13, w2, glu("situ"), 56, 896)

@@ -27,7 +27,7 @@ from k3stack.kernels.mla import triton as mla
 from k3stack.kernels.mla import triton_ends as mla_ends
 from k3stack.kernels.moe import reference as moe_reference
 from k3stack.kernels.moe import triton as moe
-from k3stack.kernels.moe import triton_chunk, triton_decode, triton_route
+from k3stack.kernels.moe import triton_chunk, triton_decode, triton_route, triton_units
 from k3stack.kernels.mxfp4 import cpu as mxfp4
 from k3stack.kernels.mxfp4.triton import halves
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight, in_tiles
@@ -472,9 +472,16 @@ def test_equal_scores_go_to_the_lower_expert(dtype: torch.dtype, experts: int, t
         same(weights, torch.sigmoid(logits).gather(1, ids), torch.float32)
 
 
-@pytest.mark.parametrize(("columns", "rows", "tokens", "lone"), [(1, 4, 9, False), (4, 2, 1, True), (2, 4, 1, False)])
-def test_experts_of_a_decode_step(dtype: torch.dtype, columns: int, rows: int, tokens: int, lone: bool) -> None:
-    """MXFP4 and bfloat16 activations, whatever the dtype of the others; experts with none, few and many tokens."""
+@pytest.mark.parametrize(
+    ("columns", "rows", "tokens", "way"),
+    [(1, 4, 9, "lists"), (2, 4, 1, "lists"), (2, 4, 9, "units"), (4, 2, 1, "one")],
+)
+def test_experts_of_a_decode_step(
+    dtype: torch.dtype, columns: int, rows: int, tokens: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MXFP4 and bfloat16 activations, whatever the dtype of the others; experts with none, few and many tokens; two
+    programs that share the work."""
+    monkeypatch.setattr(triton_units, "MULTIPROCESSORS", 1)
     here, width, inner, top_k, first = 2, 384 if columns > 1 else 128, 128, 2, 1
     x = draw(tokens, width + 8, dtype=torch.bfloat16)[:, :width]
     drawn = draw(here, 2 * inner, width, seed=1, scale=0.4), draw(here, width, inner, seed=2)
@@ -482,13 +489,22 @@ def test_experts_of_a_decode_step(dtype: torch.dtype, columns: int, rows: int, t
     assert w13.tiled
     liking = draw(tokens, here + 2, seed=3)
     liking[:, 1] = 9.0  # an expert that all choose
+    liking[:, 2] += 9.0 * (way == "one")
     ids = liking.topk(top_k, dim=-1).indices
     weights = torch.softmax(draw(tokens, top_k, seed=4), -1)
     act = Glu("situ", 4.0, 25.0, lambda t: slow_glu(t, True))
-    warps = triton_decode.Warps(columns, rows, stages=2)
-    groups = (ids, first) if lone else moe.group(ids, here, first)
-    each = triton_decode.results(x, w13, w2, act, groups, top_k, (warps, warps), asm=not INTERPRETED)
-    mine = moe.add_up(each, ids, weights, first, here)
+    asm, share = not INTERPRETED, triton_units.Share(columns, rows, 2, programs=2)
+    if way == "one":
+        mine = triton_units.result_of_one(x, w13, w2, act, (ids, weights, first), share, asm=asm)
+    else:
+        groups = moe.group(ids, here, first, way == "units")
+        warps = triton_decode.Warps(columns, rows, stages=2)
+        each = (
+            triton_units.results(x, w13, w2, act, groups, top_k, share, asm=asm)
+            if way == "units"
+            else triton_decode.results(x, w13, w2, act, groups, top_k, (warps, warps), asm=asm)
+        )
+        mine = moe.add_up(each, ids, weights, first, here)
     full = [torch.zeros(here + 2, *w.shape[1:], dtype=torch.bfloat16) for w in (w13, w2)]
     for e, (a, w) in itertools.product(range(here), zip(full, (w13, w2), strict=True)):
         a[first + e] = w.plain(e, torch.bfloat16)
@@ -540,3 +556,17 @@ def test_mxfp4_weights_decode_exactly(dtype: torch.dtype) -> None:
         mxfp4.decode_into(weight.packed[e].cpu(), weight.scale[e].cpu(), out)
         assert torch.equal(weight.plain(e, dtype).cpu(), out)
     assert torch.equal(halves(torch.arange(8.0).view(1, 8)), torch.tensor([[0.0, 2, 4, 6, 1, 3, 5, 7]]))
+
+
+@pytest.mark.parametrize(("tokens", "here"), [(3, 40), (1, 4), (20, 33)])
+def test_choices_by_expert(dtype: torch.dtype, tokens: int, here: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More experts than bits of a word, more choices than are looked at in one go."""
+    monkeypatch.setattr(moe, "GROUPED", 64)
+    first, top_k, total = 5, 8, 48
+    ids = draw(tokens, total).topk(top_k, dim=-1).indices
+    lists, counts = (t.cpu() for t in moe.group(ids, here, first, True))
+    flat = ids.flatten().cpu()
+    chosen = [e for e in range(here) if bool((flat == first + e).any())]
+    assert counts[here : here + 1 + len(chosen)].tolist() == [len(chosen), *chosen]
+    for e in range(here):
+        assert lists[e, : counts[e]].tolist() == (flat == first + e).nonzero().flatten().tolist()

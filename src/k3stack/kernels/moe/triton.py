@@ -1,11 +1,13 @@
 """Experts in Triton: each expert's weights are read once a step, whatever tokens chose it.
 
 Which tokens chose which expert; gate and up with the activation; down; the weighted sum. The products here use matrix
-instructions; MXFP4 in tiles has its own (``triton_decode``), and so have many tokens an expert (``triton_chunk``).
+instructions; MXFP4 in tiles has its own (``triton_decode``, and ``triton_units`` for few experts), and so have many
+tokens an expert (``triton_chunk``).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +20,7 @@ from k3stack.kernels.activation.glu import Glu
 from k3stack.kernels.activation.triton import glu
 from k3stack.kernels.launch import await_inputs
 from k3stack.kernels.linear.cuda import linear_plus
-from k3stack.kernels.moe import triton_chunk, triton_decode, triton_few
+from k3stack.kernels.moe import triton_chunk, triton_decode, triton_few, triton_units
 from k3stack.kernels.mxfp4.triton import SHIFT, halves, unpack
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
 
@@ -42,11 +44,47 @@ DECODE = Tiles(16, 32, 256, 1, 4, 3)
 CHUNK = Tiles(64, 64, 64, 4, 4, 3)
 FEW = 16
 """Mean tokens an expert up to which ``triton_decode`` serves MXFP4 in tiles, and others ``DECODE``."""
+USED = 20
+"""Experts in use, on average, up to which ``triton_units`` takes them."""
 SUMMED = 256
 
 
 @triton.jit
-def _group_kernel(ids, lists, counts, first, total, capacity, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def _bits_set(v):
+    """How many bits of an int32 are set."""
+    v = v - ((v >> 1) & 0x55555555)
+    v = (v & 0x33333333) + ((v >> 2) & 0x33333333)
+    v = (v + (v >> 4)) & 0x0F0F0F0F
+    v += v >> 8
+    v += v >> 16
+    return v & 63
+
+
+@triton.jit
+def _before(ids, expert, first, total, BLOCK: tl.constexpr):
+    """How many of the experts here before this one were chosen."""
+    before = 0
+    for word in range(expert // 32 + 1):
+        bits = 0
+        for begin in range(0, total, BLOCK):
+            i = begin + tl.arange(0, BLOCK)
+            own = (tl.load(ids + i, mask=i < total, other=-1) - first).to(tl.int32)
+            hit = (own >= word * 32) & (own < tl.minimum(word * 32 + 32, expert))
+            bits |= tl.reduce(tl.where(hit, 1 << (own & 31), 0), 0, _either)
+        before += _bits_set(bits)
+    return before
+
+
+@triton.jit
+def _group_kernel(
+    ids, lists, counts, first, total, capacity, BLOCK: tl.constexpr, IN_USE: tl.constexpr, PDL: tl.constexpr
+):
+    """One expert's choices; IN_USE: and its place among those that have some."""
     await_inputs(PDL)
     expert = tl.program_id(0)
     found = 0
@@ -57,6 +95,11 @@ def _group_kernel(ids, lists, counts, first, total, capacity, BLOCK: tl.constexp
         tl.store(lists + expert.to(tl.int64) * capacity + place, i, mask=hit)
         found += tl.sum(hit.to(tl.int32), 0)
     tl.store(counts + expert, found)
+    if IN_USE:
+        experts = tl.num_programs(0)
+        before = _before(ids, expert, first, total, BLOCK)
+        tl.store(counts + experts + 1 + before, expert, mask=found > 0)
+        tl.store(counts + experts, before + (found > 0).to(tl.int32), mask=expert == experts - 1)
 
 
 @triton.jit
@@ -211,9 +254,14 @@ def experts(
     if mean > FEW and x.dtype == torch.bfloat16 and triton_chunk.fits(w13):
         return triton_chunk.experts(x, ids, weights, w13, w2, activation, first, total)
     if isinstance(w13, Mxfp4Weight) and isinstance(w2, Mxfp4Weight) and w13.tiled:
-        groups = (ids, first) if tokens == 1 else group(ids, w13.shape[0], first)
-        warps = triton_decode.ONE if tokens == 1 else triton_decode.SOME
-        results = triton_decode.results(x, w13, w2, activation, groups, top_k, warps)
+        if tokens == 1:
+            return triton_units.result_of_one(x, w13, w2, activation, (ids, weights, first))
+        few = w13.shape[0] * (1 - math.exp(-mean)) <= USED
+        groups = group(ids, w13.shape[0], first, few)
+        if few:
+            results = triton_units.results(x, w13, w2, activation, groups, top_k)
+        else:
+            results = triton_decode.results(x, w13, w2, activation, groups, top_k, triton_decode.SOME)
     else:
         lists, counts = group(ids, w13.shape[0], first)
         tiles = DECODE if mean <= FEW else CHUNK
@@ -238,13 +286,21 @@ def experts_plus(
     return linear_plus(*other, experts(x, ids, weights, w13, w2, activation, first, total))
 
 
-def group(ids: Tensor, count: int, first: int) -> tuple[Tensor, Tensor]:
-    """Choices by expert: ids [T, k] -> lists int32 [count, T] of indices into the flat ids, counts int32 [count]."""
+def group(ids: Tensor, count: int, first: int, in_use: bool = False) -> tuple[Tensor, Tensor]:
+    """Choices by expert: ids [T, k] -> lists int32 [count, T] of indices into the flat ids, counts int32 [count]; with
+    ``in_use`` counts [2 count + 1]: then how many experts have some, which these are, and nothing."""
     tokens = ids.shape[0]
     lists = torch.empty(count, tokens, dtype=torch.int32, device=ids.device)
-    counts = torch.empty(count, dtype=torch.int32, device=ids.device)
+    counts = torch.empty(2 * count + 1 if in_use else count, dtype=torch.int32, device=ids.device)
     block = min(GROUPED, triton.next_power_of_2(ids.numel()))
-    start.launch(_group_kernel, (count,), *(ids, lists, counts, first, ids.numel(), tokens), BLOCK=block, num_warps=4)
+    start.launch(
+        _group_kernel,
+        (count,),
+        *(ids, lists, counts, first, ids.numel(), tokens),
+        BLOCK=block,
+        IN_USE=in_use,
+        num_warps=4,
+    )
     return lists, counts
 
 

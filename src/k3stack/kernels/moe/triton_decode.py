@@ -43,9 +43,8 @@ class Warps:
     registers: int | None = None
 
 
-ONE = (Warps(4, 1, registers=80), Warps(8, 1, stages=2, registers=80))
 SOME = (Warps(1, 4, 2, registers=96), Warps(1, 4, 2, registers=96))
-"""Of the product into the experts and the one out of them: for one token, and for more (``benchmarks.tiles``)."""
+"""Of the product into the experts and the one out of them (``benchmarks.tiles``)."""
 
 _STAGE = tl.constexpr(4 * 512 + 2 * 128)
 """Bytes of one stage of a warp: 16 a thread for two rows of two strips, and 4 that hold its two scales of each."""
@@ -130,14 +129,17 @@ def _copy(place, codes_a, codes_b, scales_a, scales_b, live, lane):
 
 
 @triton.jit
-def _take(place, lane, STAGES: tl.constexpr):
-    """Wait for the oldest stage. Of each strip: eight words (four of row r, four of row r + 8); then both's scales."""
+def _take(place, lane, LEFT: tl.constexpr):
+    """Wait for the oldest stage; ``LEFT`` (to 3) may still be under way. Of each strip: eight words (four of row r,
+    four of row r + 8); then both's scales."""
     WAIT: tl.constexpr = (
         "cp.async.wait_group 0;"
-        if STAGES == 2
+        if LEFT == 0
         else "cp.async.wait_group 1;"
-        if STAGES == 3
+        if LEFT == 1
         else "cp.async.wait_group 2;"
+        if LEFT == 2
+        else "cp.async.wait_group 3;"
     )
     return tl.inline_asm_elementwise(
         WAIT + _TAKE,
@@ -271,7 +273,7 @@ def _sums(
         if not EVEN:
             now = tl.minimum(now, tiles - 1)
         if ASM:
-            w = _take(place + slot * _STAGE, lane, STAGES)
+            w = _take(place + slot * _STAGE, lane, STAGES - 2)
             of_a = w[16] >> shift
             of_b = w[17] >> shift
             next_slot = slot + (STAGES - 1)
@@ -309,40 +311,17 @@ def _together(c, d, KW: tl.constexpr, RW: tl.constexpr):
 
 
 @triton.jit
-def _share(lists, counts, capacity, experts, LONE: tl.constexpr):
-    """The expert of this program and how many tokens it has. LONE: one token; ``lists`` are its choices, less the first
-    expert here (``counts``: an int), and each choice has its programs."""
-    if LONE:
-        expert = tl.load(lists + tl.program_id(1)) - counts
-        return tl.where((expert >= 0) & (expert < experts), expert, 0), ((expert >= 0) & (expert < experts)).to(
-            tl.int32
-        )
-    else:
-        expert = tl.program_id(1).to(tl.int64)
-        return expert, tl.load(counts + expert)
-
-
-@triton.jit
-def _choice(lists, at, LONE: tl.constexpr):
-    """Which choices are in an expert's list at ``at``."""
-    if LONE:
-        return at * 0 + tl.program_id(1)
-    else:
-        return tl.load(lists + at)
-
-
-@triton.jit
 def _in_kernel(
-    x, packed, scale, lists, counts, out, x_row, width, inner, capacity, experts, beta, linear_beta, factor,
-    TOPK: tl.constexpr, SITU: tl.constexpr, LONE: tl.constexpr, KW: tl.constexpr, RW: tl.constexpr,
+    x, packed, scale, lists, counts, out, x_row, width, inner, capacity, beta, linear_beta, factor,
+    TOPK: tl.constexpr, SITU: tl.constexpr, KW: tl.constexpr, RW: tl.constexpr,
     UNROLL: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, ROOM: tl.constexpr,
     STAGES: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """16 RW inner columns (gate and up, then the activation) of one expert's tokens, 8 at a time."""
     await_inputs(PDL)
-    expert, count = _share(lists, counts, capacity, experts, LONE)
-    if not LONE:
-        lists += expert * capacity
+    expert = tl.program_id(1).to(tl.int64)
+    count = tl.load(counts + expert)
+    lists += expert * capacity
     tiles = width // 128
     packed += expert * 2 * inner * (width // 8)
     scale += expert * 2 * inner * (width // 64)
@@ -353,7 +332,7 @@ def _in_kernel(
     end = tl.arange(0, 32 * RW)
     n = (tl.program_id(0) * RW + end // 32) * 16 + end % 32 // 4
     for m0 in range(0, count, 8):
-        pair = _choice(lists, tl.minimum(m0 + thread % 32 // 4, count - 1), LONE)
+        pair = tl.load(lists + tl.minimum(m0 + thread % 32 // 4, count - 1))
         own = x + (pair // TOPK).to(tl.int64) * x_row
         c, d = _sums(
             own, packed, scale, strip, strip + inner // 16, tiles, room, thread,
@@ -364,24 +343,24 @@ def _in_kernel(
         gate = gate.to(DTYPE).to(tl.float32)
         y = glu(gate, up.to(DTYPE).to(tl.float32), beta, linear_beta, SITU)
         token = m0 + (end % 4 * 2)[:, None, None] + tl.arange(0, 2)[None, :, None]
-        to = _choice(lists, tl.minimum(token, count - 1), LONE).to(tl.int64) * inner
+        to = tl.load(lists + tl.minimum(token, count - 1)).to(tl.int64) * inner
         column = n[:, None, None] + (tl.arange(0, 2) * 8)[None, None, :]
         tl.store(out + to + column, y.to(out.dtype.element_ty), mask=token < count)
 
 
 @triton.jit
 def _out_kernel(
-    x, packed, scale, lists, counts, out, inner, width, capacity, experts, factor,
-    LONE: tl.constexpr, KW: tl.constexpr, RW: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
+    x, packed, scale, lists, counts, out, inner, width, capacity, factor,
+    KW: tl.constexpr, RW: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
     ASM: tl.constexpr, ROOM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """32 RW columns of the down product of one expert's tokens, 8 at a time. The first weights are on their way before
     the activations are waited for: who chose which expert was known before the kernel that these come from."""
-    expert, count = _share(lists, counts, capacity, experts, LONE)
+    expert = tl.program_id(1).to(tl.int64)
+    count = tl.load(counts + expert)
     if count == 0:
         await_inputs(PDL)
-    if not LONE:
-        lists += expert * capacity
+    lists += expert * capacity
     tiles = inner // 128
     packed += expert * width * (inner // 8)
     scale += expert * width * (inner // 64)
@@ -391,7 +370,7 @@ def _out_kernel(
     end = tl.arange(0, 32 * RW)
     n = (tl.program_id(0) * RW + end // 32) * 32 + end % 32 // 4
     for m0 in range(0, count, 8):
-        pair = _choice(lists, tl.minimum(m0 + thread % 32 // 4, count - 1), LONE)
+        pair = tl.load(lists + tl.minimum(m0 + thread % 32 // 4, count - 1))
         own = x + pair.to(tl.int64) * (inner // 2)
         c, d = _sums(
             own, packed, scale, strip, strip + 1, tiles, room, thread,
@@ -399,7 +378,7 @@ def _out_kernel(
         )  # fmt: skip
         total = _together(c, d, KW, RW) * factor
         token = m0 + (end % 4 * 2)[:, None, None, None] + tl.arange(0, 2)[None, :, None, None]
-        to = _choice(lists, tl.minimum(token, count - 1), LONE).to(tl.int64) * width
+        to = tl.load(lists + tl.minimum(token, count - 1)).to(tl.int64) * width
         column = n[:, None, None, None] + (tl.arange(0, 2) * 8)[None, None, :, None]
         column += (tl.arange(0, 2) * 16)[None, None, None, :]
         tl.store(out + to + column, total.to(out.dtype.element_ty), mask=token < count)
@@ -410,7 +389,7 @@ def results(
     w13: Mxfp4Weight,
     w2: Mxfp4Weight,
     activation: Glu,
-    groups: tuple[Tensor, Tensor] | tuple[Tensor, int],
+    groups: tuple[Tensor, Tensor],
     top_k: int,
     warps: tuple[Warps, Warps],
     *,
@@ -418,40 +397,34 @@ def results(
 ) -> Tensor:
     """Each choice's expert output [T top_k, L] in bfloat16; choices of experts elsewhere are left unwritten.
 
-    x bfloat16 [T, L] (rows may lie apart); weights in tiles; groups: lists int32 [E, T] and counts int32 [E] of the
-    experts here (``triton.group``), or for one token its choices int64 [1, top_k] and the first expert here. Strips
-    that are no multiple of a program's are an error. ``asm`` False: the same arithmetic without inline assembly
-    (Triton's interpreter has none).
+    x bfloat16 [T, L] (rows may lie apart); weights in tiles; groups: of ``triton.group``. Strips that are no multiple
+    of a program's are an error. ``asm`` False: the same arithmetic without inline assembly (Triton's interpreter has
+    none).
     """
     tokens, width = x.shape
     count, double, _ = w13.shape
-    inner, lone = double // 2, isinstance(groups[1], int)
+    inner = double // 2
     hidden = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=x.device)
     out = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
     # Two activations to a word.
     pairs = x.view(torch.int32)
     factor = 2.0**SHIFT.value
-    each = top_k if lone else count
-    common = (groups[0], groups[1])
     w = warps[0]
     start.launch(
         _in_kernel,
-        (inner // (TILE * w.rows), each),
-        *(pairs, *_parts(w13), *common, hidden, pairs.stride(0), width),
-        *(inner, groups[0].shape[1], count, activation.beta, activation.linear_beta, factor),
+        (inner // (TILE * w.rows), count),
+        *(pairs, *_parts(w13), *groups, hidden, pairs.stride(0), width),
+        *(inner, tokens, activation.beta, activation.linear_beta, factor),
         TOPK=top_k,
         SITU=activation.kind == "situ",
-        LONE=lone,
         **_options(w, width, asm),
         DTYPE=tl.bfloat16,
     )
     w = warps[1]
     start.launch(
         _out_kernel,
-        (width // (2 * TILE * w.rows), each),
-        *(hidden.view(torch.int32), *_parts(w2), *common, out, inner, width),
-        *(groups[0].shape[1], count, factor),
-        LONE=lone,
+        (width // (2 * TILE * w.rows), count),
+        *(hidden.view(torch.int32), *_parts(w2), *groups, out, inner, width, tokens, factor),
         **_options(w, inner, asm),
     )
     return out
