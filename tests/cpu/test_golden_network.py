@@ -158,19 +158,20 @@ def test_greedy_continuations_by_cached_decode(name: str, dtype: str, tolerance:
             logits = arena.run([(s, [int(t)]) for s, t in zip(seqs, tokens, strict=True)])
 
 
+@pytest.mark.parametrize(("dtype", "limit"), [("float64", EXACT), ("float32", FLOAT32)])
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_of_any_tokens_or_none(name: str) -> None:
+def test_logits_of_any_tokens_or_none(name: str, dtype: str, limit: float) -> None:
     """The last layer leaves out tokens that nobody reads; states and rows stay complete."""
     g, a = golden(name), prompt(name, "a")
-    arena = TestArena(model(name, "float64"), seed=4)
+    arena = TestArena(model(name, dtype), seed=4)
     seq, other = arena.open(), arena.open()
     assert arena.run([(seq, a[:70])], wanted=[]).shape == (0, 512)
     logits = arena.run([(seq, a[70:140]), (other, a[:30])], wanted=[99, 3, 69])
-    assert off(logits, g["logits_a"][[29, 73, 139]]) < EXACT
+    assert off(logits, g["logits_a"][[29, 73, 139]]) < limit
     logits = arena.run([(other, a[30:31]), (seq, a[140:])], wanted=[60, 0])
-    assert off(logits, g["logits_a"][[199, 30]]) < EXACT
+    assert off(logits, g["logits_a"][[199, 30]]) < limit
     assert not logits.is_inference()
-    check_memory(arena, seq, name, EXACT)
+    check_memory(arena, seq, name, limit)
 
 
 @pytest.mark.parametrize("name", NAMES)

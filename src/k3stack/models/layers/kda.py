@@ -75,7 +75,7 @@ class KdaAttention(Part):
         step's rows move on in place."""
         raw, gate, b, _, f, low, _ = self.kernels.linear(x, self.w_in).split(self.sizes, dim=1)
         y = self._between((raw, f, gate if self.full_rank else low, b), step, views, tail)
-        return self.kernels.linear(y, self.w_out)
+        return x[:0] if tail is not None and not tail.lengths else self.kernels.linear(y, self.w_out)
 
     def sharded(self, x: Tensor, step: Step, views: ArenaViews, exchange: Exchange) -> Tensor:
         """x [S, hidden], the rank's share of a step's tokens -> its heads' part of the outputs [T, hidden]. What every

@@ -84,6 +84,9 @@ class MlaAttention(Part):
             kv, q, gate = self.kernels.linear(x, self.joined.weight).split((rows.shape[2], *self.sizes), dim=1)
         else:
             kv = self.kernels.linear(x, self.w_kv)
+            if tail is not None and not tail.lengths:
+                self.kernels.write_rows(kv, self.kv_norm, self.latent_eps, rows, *step.cache_slots(rows.shape[1]))
+                return x[:0]
             own = x if tail is None else x[tail.tokens]
             q, gate = self.kernels.linear(own, self.w_in).split(self.sizes, dim=1)
         written = kv, self.kv_norm, self.latent_eps, rows, *step.cache_slots(rows.shape[1])
