@@ -99,7 +99,8 @@ class Rank:
     def arena(self, rows: int, tokens: int) -> None:
         """Room for ``rows`` states and as many sequences of ``tokens``."""
         self.pages = -(-tokens // self.layout.page_tokens)
-        blocks = rows + -(-rows * self.pages // self.layout.pages_per_block)
+        self.slabs = -(-self.pages // self.layout.pages_per_block)
+        blocks = rows + rows * self.slabs
         self.buffer = torch.zeros(blocks * self.layout.block_bytes, dtype=torch.uint8, device=DEVICE)
         types = {"state_dtype": torch.float32, "window_dtype": torch.bfloat16, "row_dtype": self.row_dtype}
         self.views = ArenaViews(self.buffer, self.layout, self.geometry, **types)
@@ -109,17 +110,20 @@ class Rank:
             self.views.window(layer)[:rows].normal_()
         for layer in range(len(self.geometry.mla_layers)):
             cache = self.views.rows(layer)
-            for page in range(self.first_page, self.first_page + rows * self.pages, 512):
+            for page in range(self.first_page, blocks * self.layout.pages_per_block, 512):
                 part = cache[page : page + 512]
                 part.copy_(torch.randn(part.shape, device=DEVICE).to(self.row_dtype))
 
     def decode_batch(self, rows: int, context: int) -> DecodeBatch:
-        """Rows that each see ``context`` tokens before their new one."""
+        """Rows that each see ``context`` tokens before their new one; their pages fill blocks that lie anywhere, as a
+        prompt's do in the engine's arena."""
         batch = DecodeBatch(rows, self.pages, DEVICE)
         batch.ids.random_(0, self.geometry.vocab)
         batch.blocks.copy_(torch.arange(rows))
-        order = torch.randperm(rows * self.pages, device=DEVICE) + self.first_page
-        batch.page_table.copy_(order.view(rows, self.pages))
+        per_block = self.layout.pages_per_block
+        first = torch.randperm(rows * self.slabs, device=DEVICE).view(rows, self.slabs, 1) * per_block + self.first_page
+        order = first + torch.arange(per_block, device=DEVICE)
+        batch.page_table.copy_(order.view(rows, -1)[:, : self.pages])
         batch.lengths.fill_(context + 1)
         return batch
 
