@@ -40,8 +40,8 @@ class Score:
     truncated: int
     failed: int
     seconds: float
-    cached_share: float
-    """Prompt tokens that were reused, of those the answers report; 0 where a server does not report them."""
+    cached_tokens: float
+    """Prompt tokens that were reused, on the mean of the answers; 0 where a server does not report them."""
 
 
 def score(
