@@ -17,18 +17,14 @@ def pack(weight: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """See ``reference.linear``."""
-    if (form := _one(x, weight)) is not None:
-        return one.linear(x, weight, form)
-    tile = skinny.tile_of(x.shape[0], *weight.shape) if _streams(x) else None
-    return F.linear(x, weight) if tile is None else skinny.linear(x, weight, tile)
+    y = _streamed(x, weight)
+    return F.linear(x, weight) if y is None else y
 
 
 def linear_plus(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
     """``linear`` plus ``y`` [T, out]; rounded once."""
-    if (form := _one(x, weight)) is not None:
-        return one.linear(x, weight, form, plus=y)
-    tile = skinny.tile_of(x.shape[0], *weight.shape) if _streams(x) else None
-    return torch.addmm(y, x, weight.T) if tile is None else skinny.linear(x, weight, tile, plus=y)
+    z = _streamed(x, weight, plus=y)
+    return torch.addmm(y, x, weight.T) if z is None else z
 
 
 def linear_both(x: Tensor, weight: Tensor, x2: Tensor, weight2: Tensor) -> Tensor:
@@ -42,12 +38,8 @@ def linear_both(x: Tensor, weight: Tensor, x2: Tensor, weight2: Tensor) -> Tenso
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, hidden], weight [E, hidden] in x's dtype -> fp32 [T, E]; bfloat16 products are summed and kept in fp32."""
     if x.dtype == torch.bfloat16 and x.device.type == "cuda":
-        if (form := _one(x, weight)) is not None:
-            return one.linear(x, weight, form, torch.float32)
-        tile = skinny.tile_of(x.shape[0], *weight.shape) if _streams(x) else None
-        if tile is not None:
-            return skinny.linear(x, weight, tile, torch.float32)
-        return torch.mm(x, weight.T, out_dtype=torch.float32)
+        y = _streamed(x, weight, torch.float32)
+        return torch.mm(x, weight.T, out_dtype=torch.float32) if y is None else y
     return F.linear(x.float(), weight.float())
 
 
@@ -55,5 +47,13 @@ def _streams(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and x.is_cuda and x.shape[0] <= skinny.MOST_TOKENS and x.stride(1) == 1
 
 
-def _one(x: Tensor, weight: Tensor) -> one.Form | None:
-    return one.form_of(*weight.shape) if x.shape[0] == 1 and _streams(x) else None
+def _streamed(
+    x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None, plus: Tensor | None = None
+) -> Tensor | None:
+    """The product by the kernel that is quickest for so few tokens; None: that is cuBLAS."""
+    if not _streams(x):
+        return None
+    if x.shape[0] == 1 and (form := one.form_of(*weight.shape)) is not None:
+        return one.linear(x, weight, form, out_dtype, plus)
+    tile = skinny.tile_of(x.shape[0], *weight.shape)
+    return None if tile is None else skinny.linear(x, weight, tile, out_dtype, plus)

@@ -31,15 +31,7 @@ COMBINED = 4096
 
 
 # Pure, so that it may be done behind the way from shared memory to the registers of a matrix instruction.
-_SPLIT = tl.constexpr("""
-{
-.reg .b32 t; .reg .b16 a, b;
-prmt.b32 t, $2, 0, 0x3120;
-mov.b32 {a, b}, t;
-cvt.rn.f16x2.e4m3x2 $0, a;
-cvt.rn.f16x2.e4m3x2 $1, b;
-}
-""")
+_SPLIT = triton_warp.EVEN_AND_ODD
 
 
 @triton.jit

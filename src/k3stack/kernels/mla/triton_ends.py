@@ -10,19 +10,12 @@ from torch import Tensor
 
 from k3stack.kernels import launch as start
 from k3stack.kernels.launch import await_inputs
+from k3stack.kernels.norm.triton import rms
 
 MOST = 64
 """Tokens up to which these kernels are taken; cuBLAS has more."""
 COLUMNS, OUTPUTS, PARTS = 64, 16, 4
 """Latent columns and outputs of one program; parts that a latent is summed up in, each by a warp."""
-
-
-@triton.jit
-def _norm(value, weight, width, eps):
-    """RMS norm of one row."""
-    f = value.to(tl.float32)
-    f = (f * tl.rsqrt(tl.sum(f * f, 0) / width + eps)).to(value.dtype).to(tl.float32)
-    return (f * weight.to(tl.float32)).to(value.dtype)
 
 
 @triton.jit
@@ -37,7 +30,7 @@ def _write_row(
         inside = c < LATENT
         to = rows + page * page_stride + tl.load(places + token) * (LATENT + SHARED)
         value = tl.load(kv + token * kv_row + c, mask=inside, other=0.0)
-        y = _norm(value, tl.load(weight + c, mask=inside, other=0.0), LATENT, eps)
+        y = rms(value, tl.load(weight + c, mask=inside, other=0.0), LATENT, eps)
         tl.store(to + c, y.to(rows.dtype.element_ty), mask=inside)
         tl.store(to + LATENT + r, tl.load(kv + token * kv_row + LATENT + r).to(rows.dtype.element_ty))
 
@@ -66,7 +59,7 @@ def _enter_kernel(
         c = tl.arange(0, QUERY)
         inside = c < q_width
         value = tl.load(q + token * q_row + c, mask=inside, other=0.0)
-        y = _norm(value, tl.load(q_weight + c, mask=inside, other=0.0), q_width, eps)
+        y = rms(value, tl.load(q_weight + c, mask=inside, other=0.0), q_width, eps)
         tl.store(normed + token * q_width + c, y, mask=inside)
 
 

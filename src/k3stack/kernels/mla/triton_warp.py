@@ -43,7 +43,7 @@ cvt.rn.f16x2.e4m3x2 $0, a;
 cvt.rn.f16x2.e4m3x2 $1, b;
 }
 """)
-_EVEN_AND_ODD = gl.constexpr("""
+EVEN_AND_ODD = gl.constexpr("""
 {
 .reg .b32 t; .reg .b16 a, b;
 prmt.b32 t, $2, 0, 0x3120;
@@ -150,7 +150,7 @@ def _pass(
         v = latent.permute((1, 0)).load(_A)
         if LAST:
             v = gl.where(n0 + gl.arange(0, latent.shape[0], gl.SliceLayout(0, _A))[None, :] < end, v, 0)
-        v, v_other = _split(v, _EVEN_AND_ODD)
+        v, v_other = _split(v, EVEN_AND_ODD)
     else:
         p = gl.convert_layout(p.to(latent.dtype), _B)
         v = latent.slice(0, HALF, dim=1).permute((1, 0)).load(_A)

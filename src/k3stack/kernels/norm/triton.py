@@ -12,7 +12,8 @@ from k3stack.kernels.launch import await_inputs, next_power_of_two
 
 
 @triton.jit
-def _rms(value, weight, width, eps):
+def rms(value, weight, width, eps):
+    """The norm of one row, rounded before and after its weight."""
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     rounded = (wide * scale).to(value.dtype).to(tl.float32)
@@ -27,7 +28,7 @@ def _rms_norm_kernel(x, weight, out, stride, width, eps, BLOCK: tl.constexpr, PD
     w = tl.load(weight + at, mask=mask, other=0.0)
     await_inputs(PDL)
     value = tl.load(x + row * stride + at, mask=mask, other=0.0)
-    tl.store(out + row * width + at, _rms(value, w, width, eps), mask=mask)
+    tl.store(out + row * width + at, rms(value, w, width, eps), mask=mask)
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def _add_norm_kernel(x, y, weight, out, width, eps, BLOCK: tl.constexpr, PDL: tl
     added = value.to(tl.float32) + tl.load(y + row, mask=mask, other=0.0).to(tl.float32)
     value = added.to(value.dtype)
     tl.store(x + row, value, mask=mask)
-    tl.store(out + row, _rms(value, w, width, eps), mask=mask)
+    tl.store(out + row, rms(value, w, width, eps), mask=mask)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,11 +86,11 @@ class MlaAttention(Part):
         else:
             kv = self.kernels.linear(x, self.w_kv)
             if tail is not None and not tail.lengths:
-                self.kernels.write_rows(kv, self.kv_norm, self.latent_eps, rows, *step.cache_slots(rows.shape[1]))
+                self.kernels.write_rows(*self._written(kv, rows, step))
                 return x[:0]
             own = x if tail is None else x[tail.tokens]
             q, gate = self.kernels.linear(own, self.w_in).split(self.sizes, dim=1)
-        written = kv, self.kv_norm, self.latent_eps, rows, *step.cache_slots(rows.shape[1])
+        written = self._written(kv, rows, step)
         tokens = q.shape[0]
         if self.q_lora is not None and self.kernels.mla_enter is not None and tail is None:
             q = self.kernels.linear(self.kernels.mla_enter(*written, q, self.q_norm), self.w_q)
@@ -98,11 +99,17 @@ class MlaAttention(Part):
             if self.q_lora is not None:
                 q = self.kernels.linear(self.kernels.rms_norm(q, self.q_norm, self.latent_eps), self.w_q)
         q = q.reshape(tokens, self.heads, self.qk_dim)
+        return self.kernels.linear(self._gated(q, rows, step, tail, gate), self.w_out)
+
+    def _written(self, kv: Tensor, rows: Tensor, step: Step) -> tuple[Any, ...]:
+        """What ``Kernels.write_rows`` takes."""
+        return kv, self.kv_norm, self.latent_eps, rows, *step.cache_slots(rows.shape[1])
+
+    def _gated(self, q: Tensor, rows: Tensor, step: Step, tail: Tail | None, gate: Tensor) -> Tensor:
+        """Attention and output gate [T, H v] of a step's tokens, or the ``tail``'s."""
         if tail is None and not step.all_decode:
-            o = self._gate(self._attend(q, rows, step), gate)
-        else:
-            o = self._decode(q, rows, step, tail, gate)
-        return self.kernels.linear(o, self.w_out)
+            return self._gate(self._attend(q, rows, step), gate)
+        return self._decode(q, rows, step, tail, gate)
 
     def _decode(self, q: Tensor, rows: Tensor, step: Step, tail: Tail | None, gate: Tensor) -> Tensor:
         """Gated attention of a token a row: all of a step's, or the ``tail``'s."""
@@ -131,11 +138,9 @@ class MlaAttention(Part):
             x, kv, q = exchange.gather(x, kv, q)
             q, gate = kernels.linear(q, self.w_q), kernels.linear(x, self.w_in[self.q_lora :])
         rows = views.rows(self.index)
-        kernels.write_rows(kv, self.kv_norm, self.latent_eps, rows, *step.cache_slots(rows.shape[1]))
+        kernels.write_rows(*self._written(kv, rows, step))
         q = q.reshape(x.shape[0], self.heads, self.qk_dim)
-        if step.all_decode:
-            return kernels.linear(self._decode(q, rows, step, None, gate), self.w_out)
-        return kernels.linear(self._gate(self._attend(q, rows, step), gate), self.w_out)
+        return kernels.linear(self._gated(q, rows, step, None, gate), self.w_out)
 
     def _attend(self, q: Tensor, rows: Tensor, step: Step) -> Tensor:
         """Attention of a step with chunks [T, H, v]."""
