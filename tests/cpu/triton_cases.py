@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from k3stack.kernels import launch as starter
 from k3stack.kernels.activation import triton as activation
@@ -24,8 +25,8 @@ from k3stack.kernels.activation.glu import Glu
 from k3stack.kernels.kda import triton as kda
 from k3stack.kernels.kda import triton_chunk as kda_chunk
 from k3stack.kernels.kda.layout import ChunkTiles
+from k3stack.kernels.linear import ring, triton_one
 from k3stack.kernels.linear import triton as linear
-from k3stack.kernels.linear import triton_one
 from k3stack.kernels.mla import triton as mla
 from k3stack.kernels.mla import triton_ends as mla_ends
 from k3stack.kernels.moe import triton as moe
@@ -61,6 +62,8 @@ def compile_launch(kernel: Any, *args: Any, **options: Any) -> Any:
         if isinstance(value, Tensor):
             signature[name] = f"*{TYPES[value.dtype]}"
             attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
         elif isinstance(value, float):
             signature[name] = "fp32"
         elif value == 1:
@@ -131,6 +134,7 @@ def small() -> None:
         m(4096, 9, 7168), m(4096, 7168), residual.ADD, m(7168, dtype=F32), 1e-5, m(7168), 1e-5, mixed=False
     )
     residual.mix_norm(m(4, 9, 7168), m(4, 7168), residual.REPLACE, m(7168, dtype=F32), 1e-5, m(7168), 1e-5, mixed=True)
+    residual.mix_norm(m(64, 9, 7168), m(64, 7168), residual.ADD, m(7168, dtype=F32), 1e-5, m(7168), 1e-5, mixed=False)
     triton_route.choose(m(4, 5248, dtype=F32), m(896, dtype=F32), (896, 3584, 768), glu("situ"), 16, 1.0, True)
     triton_route.choose(m(4, 2304, dtype=F32), m(256, dtype=F32), (256, 0, 2048), glu("silu"), 8, 2.4, True)
     triton_route.route(m(4, 896, dtype=F32), m(896, dtype=F32), 16, 1.0, True)
@@ -152,6 +156,18 @@ def products() -> None:
         triton_one.linear(m(1, width), m(rows, width), form)
         triton_one.linear(m(1, width), m(rows, width), form, F32)
         triton_one.linear(m(1, width), m(rows, width), form, plus=m(1, rows))
+
+
+def rings() -> None:
+    for tokens in (1, 16, 17, 64):
+        for rows, width in ((5248, 7168), (3264, 7168), (1728, 7168)):
+            found = ring.ring_of(tokens, rows, width)
+            if found is not None:
+                ring.product(m(tokens, width), m(rows, width), found)
+        ring.product(m(tokens, 7168), m(5248, 7168), ring.Ring(2, 4), F32)
+        both = ring.ring_of(tokens, 7168, 3584, 192)
+        assert both is not None
+        ring.product(m(tokens, 3584), m(7168, 3584), both, second=(m(tokens, 192), m(7168, 192)))
 
 
 def kda_step() -> None:
@@ -218,5 +234,5 @@ def sampled() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
-    for case in (small, products, kda_step, kda_chunks, mla_step, experts_packed, experts_plain, sampled)
+    for case in (small, products, rings, kda_step, kda_chunks, mla_step, experts_packed, experts_plain, sampled)
 }

@@ -20,8 +20,8 @@ from k3stack.kernels.kda import triton_chunk as kda_chunk
 from k3stack.kernels.kda.layout import chunk_tiles
 from k3stack.kernels.linear import cuda as linear_cuda
 from k3stack.kernels.linear import reference as linear_reference
+from k3stack.kernels.linear import ring, triton_one
 from k3stack.kernels.linear import triton as linear
-from k3stack.kernels.linear import triton_one
 from k3stack.kernels.mla import reference as mla_reference
 from k3stack.kernels.mla import triton as mla
 from k3stack.kernels.mla import triton_ends as mla_ends
@@ -148,6 +148,36 @@ def test_sums_of_two_products(dtype: torch.dtype, tokens: int) -> None:
     same(y, (x.float() @ w.float().T + x2.float() @ w2.float().T).to(dtype), dtype)
     assert not linear.fits_both(x, x2[:, :24], tile)
     assert not linear.fits_both(x, x2, linear.Tile(32, 16, 2, 2))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Gluon has no interpreter")
+@pytest.mark.parametrize(
+    ("tokens", "rows", "width", "form"),
+    [
+        (1, 70, 64, (4, 3)),
+        (5, 200, 1088, (4, 3)),
+        (17, 300, 1024, (2, 3, 2)),
+        (64, 130, 1088, (2, 4, 4)),
+        (33, 130, 192, (2, 7, 4)),
+    ],
+)
+def test_products_by_rings(dtype: torch.dtype, tokens: int, rows: int, width: int, form: tuple[int, ...]) -> None:
+    if dtype != torch.bfloat16:
+        pytest.skip("rings take bfloat16")
+    own = ring.Ring(*form)
+    x, w = draw(tokens, width + 8, dtype=dtype)[:, :width], draw(rows, width, dtype=dtype, seed=1)
+    assert ring.fits(x, w)
+    expected = x.float() @ w.float().T
+    first = ring.product(x, w, own)
+    same(first, expected.to(dtype), dtype)
+    # Another program may add up the shares each time; the sums are the same.
+    for _ in range(3):
+        assert torch.equal(first, ring.product(x, w, own))
+    same(ring.product(x, w, own, torch.float32), expected, torch.float32)
+    x2, w2 = draw(tokens, 192, dtype=dtype, seed=2), draw(rows, 192, dtype=dtype, seed=3)
+    both = (expected + x2.float() @ w2.float().T).to(dtype)
+    same(ring.product(x, w, own, second=(x2, w2)), both, dtype)
+    assert not ring.fits(x, w[:, 4:])
 
 
 def kda_inputs(rows: int, heads: int, k: int, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -20,6 +20,14 @@ STARTS = None if INTERPRETED else starts_if_known()
 
 
 @triton.jit
+def let_come(PDL: tl.constexpr):
+    """Let the next kernel's programs come already, one that reads nothing but weights before it waits: it may begin
+    while the kernel before this one still runs."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def await_inputs(PDL: tl.constexpr):
     """Wait until all results before this kernel are in memory, then let the next kernel's programs begin to come: they
     may read what the kernel before this one wrote even before they wait."""

@@ -1,4 +1,4 @@
-"""Products on a GPU: plain weights; cuBLAS, or for few tokens a kernel that streams them in."""
+"""Products on a GPU: plain weights; cuBLAS, or for few tokens kernels that stream them in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from k3stack.kernels.linear import ring
 from k3stack.kernels.linear import triton as skinny
 from k3stack.kernels.linear import triton_one as one
 
@@ -29,10 +30,14 @@ def linear_plus(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
 
 def linear_both(x: Tensor, weight: Tensor, x2: Tensor, weight2: Tensor) -> Tensor:
     """``linear`` of the first two plus ``linear`` of the others."""
-    tile = skinny.tile_of(x.shape[0], *weight.shape) if _streams(x) and _streams(x2) else None
-    if tile is None or not skinny.fits_both(x, x2, tile):
-        return linear_plus(x, weight, linear(x2, weight2))
-    return skinny.linear_both(x, weight, x2, weight2, tile)
+    if _streams(x) and _streams(x2):
+        tile = skinny.tile_of(x.shape[0], *weight.shape)
+        if tile is not None and skinny.fits_both(x, x2, tile):
+            return skinny.linear_both(x, weight, x2, weight2, tile)
+        form = ring.ring_of(x.shape[0], *weight.shape, x2.shape[1])
+        if form is not None and ring.fits(x, weight, x2, weight2):
+            return ring.product(x, weight, form, second=(x2, weight2))
+    return linear_plus(x, weight, linear(x2, weight2))
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -55,5 +60,7 @@ def _streamed(
         return None
     if x.shape[0] == 1 and (form := one.form_of(*weight.shape)) is not None:
         return one.linear(x, weight, form, out_dtype, plus)
+    if plus is None and (form := ring.ring_of(x.shape[0], *weight.shape)) is not None and ring.fits(x, weight):
+        return ring.product(x, weight, form, out_dtype)
     tile = skinny.tile_of(x.shape[0], *weight.shape)
     return None if tile is None else skinny.linear(x, weight, tile, out_dtype, plus)

@@ -10,13 +10,15 @@ import triton.language as tl
 from torch import Tensor
 
 from k3stack.kernels import launch as start
-from k3stack.kernels.launch import await_inputs, next_power_of_two
+from k3stack.kernels.launch import await_inputs, let_come, next_power_of_two
 
 WARPS = 16
 MANY = 1024
 """Tokens from which on the kernel for many is taken."""
 MANY_WARPS, REGISTERS, STAGES = 8, 128, 3
 """Of that kernel: warps, registers of a thread (two programs fit a multiprocessor), rows in shared memory."""
+SOON = range(17, 65)
+"""Tokens whose mix is followed by a product (``linear.ring``) that should come at once."""
 NOTHING, ADD, REPLACE = 0, 1, 2
 """What happens to the last row before the mix: nothing, ``+= y``, ``= y``."""
 
@@ -55,9 +57,11 @@ def _finish(
 def _mix_kernel(
     bank, y, score, weight, mixed, normed, token_stride, count, width, eps, norm_eps,
     CHANGE: tl.constexpr, NORM: tl.constexpr, MIXED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    SOON: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token a program, in one pass over its rows; a row is on its way while the one before it is scored."""
+    if SOON:
+        let_come(PDL)
     at = tl.arange(0, BLOCK)
     mask = at < width
     w = tl.load(score + at, mask=mask, other=0.0)
@@ -148,7 +152,7 @@ def mix_norm(
     out = torch.empty(tokens, width, dtype=rows.dtype, device=rows.device) if mixed else None
     normed = None if weight is None else torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)
     block = next_power_of_two(width)
-    options: dict[str, Any] = {"EARLY": early, "num_warps": min(max(block // 512, 1), WARPS)}
+    options: dict[str, Any] = {"EARLY": early, "SOON": tokens in SOON, "num_warps": min(max(block // 512, 1), WARPS)}
     if many:
         options = {"STAGES": STAGES, "maxnreg": REGISTERS, "num_warps": min(max(block // 1024, 1), MANY_WARPS)}
     start.launch(
