@@ -29,6 +29,11 @@ def _add_both(a, b, c, d):
 
 
 @triton.jit
+def _add_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
 def _take_in(r, w, best, total, acc, width, eps):
     """One more row ``r`` in the running softmax of scores: best score, sum of weights, weighted sum of rows."""
     product, square = tl.reduce((r * w, r * r), 0, _add_both)
@@ -59,12 +64,15 @@ def _mix_kernel(
     CHANGE: tl.constexpr, NORM: tl.constexpr, MIXED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
     SOON: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token a program, in one pass over its rows; a row is on its way while the one before it is scored."""
+    """One token a program, in one pass over its rows; a row is on its way while the one before it is scored. The norm's
+    sum of squares is put together from those of the parts, so that one look at the last row is enough."""
     if SOON:
         let_come(PDL)
     at = tl.arange(0, BLOCK)
     mask = at < width
     w = tl.load(score + at, mask=mask, other=0.0)
+    # Not where it is used: nothing else reads it in a step, so that it comes from afar.
+    by = tl.load(weight + at, mask=mask, other=0.0) if NORM else w
     token = tl.program_id(0).to(tl.int64)
     rows = bank + token * token_stride
     # EARLY: what a mix wrote has been there for a while; ``y`` alone is new.
@@ -78,6 +86,7 @@ def _mix_kernel(
         value = coming
         coming = tl.load(rows + (j + 1) * width + at, mask=mask, other=0.0)
         best, total, acc = _take_in(value.to(tl.float32), w, best, total, acc, width, eps)
+    own = tl.sum(acc * acc, 0)
     if EARLY:
         await_inputs(PDL)
     r = coming.to(tl.float32)
@@ -85,9 +94,21 @@ def _mix_kernel(
         change = tl.load(y + token * width + at, mask=mask, other=0.0).to(tl.float32)
         r = (change + r if CHANGE == 1 else change).to(coming.dtype).to(tl.float32)
         tl.store(rows + (count - 1) * width + at, r.to(coming.dtype), mask=mask)
-    best, total, acc = _take_in(r, w, best, total, acc, width, eps)
-    mean = (acc / total).to(bank.dtype.element_ty)
-    _finish(mean, weight, mixed, normed, token, at, mask, width, norm_eps, NORM, MIXED)
+    product, square, both = tl.reduce((r * w, r * r, acc * r), 0, _add_three)
+    s = product * tl.rsqrt(square / width + eps)
+    top = tl.maximum(best, s)
+    old = tl.exp(best - top)
+    new = tl.exp(s - top)
+    share = 1 / (total * old + new)
+    old *= share
+    new *= share
+    mean = acc * old + r * new
+    if MIXED:
+        tl.store(mixed + token * width + at, mean.to(coming.dtype), mask=mask)
+    if NORM:
+        squares = old * old * own + 2 * old * new * both + new * new * square
+        factor = tl.rsqrt(tl.maximum(squares, 0.0) / width + norm_eps)
+        tl.store(normed + token * width + at, (mean * factor * by.to(tl.float32)).to(coming.dtype), mask=mask)
 
 
 @triton.jit
