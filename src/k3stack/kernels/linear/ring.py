@@ -32,7 +32,7 @@ ROWS, WARPS, PROGRAMS, MOST_SHARES = 64, 4, 132, 4
 multiprocessors); most that share a tile."""
 SHARED = 224 << 10
 """Bytes of a ring."""
-LEAST, SHORT, FEW_ROWS = 1 << 21, 4096, (2112, 4608)
+LEAST, SHORT, FEW_ROWS = 1 << 21, 4096, (2112, 3072)
 """Smaller weights, shorter rows, and, of few tokens, other numbers of rows are left to ``linear.triton``."""
 EARLY = gl.constexpr(2)
 """Tiles that are sent for before the tokens are there. All of them would hold up the kernel that makes the tokens."""
