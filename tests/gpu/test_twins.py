@@ -254,7 +254,10 @@ def test_kda_decode_from_low_ranks(
     assert torch.equal(arenas[0][0], arenas[1][0])
 
 
-@pytest.mark.parametrize(("bound", "heads", "k"), [(-5.0, 3, 32), (None, 2, 16), (-5.0, 2, 64), (None, 2, 128)])
+@pytest.mark.parametrize(
+    ("bound", "heads", "k"),
+    [(-5.0, 3, 32), (None, 2, 16), (-5.0, 2, 64), (None, 2, 128), (-5.0, 3, 128), (-5.0, 6, 128)],
+)
 def test_kda_chunks(dtype: torch.dtype, bound: float | None, heads: int, k: int) -> None:
     """Sequences of a few tokens, of one tile and of several, between tokens that belong to no chunk."""
     starts, counts, blocks = [1, 4, 68, 140], [2, 64, 70, 9], [4, 0, 5, 2]
@@ -278,6 +281,21 @@ def test_kda_chunks(dtype: torch.dtype, bound: float | None, heads: int, k: int)
     for block in (1, 3):
         assert torch.equal(windows[block], before[0][block])
         assert torch.equal(states[block], before[1][block])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no Gluon")
+def test_kda_states_go_through_the_ring_bit_for_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 and 64 tokens of 3 heads: more tiles than the ring has slots, and fewer."""
+    x, found = kda_inputs(364, 3, 128, dtype), []
+    first = torch.randn(2, 3, 128, 128, device=DEVICE) * 0.1
+    tiles = chunk_tiles([0, 300], [300, 64], [1, 0], torch.device(DEVICE))
+    for programs in (kda_chunk.RING_PROGRAMS, 0):
+        monkeypatch.setattr(kda_chunk, "RING_PROGRAMS", programs)
+        windows, states = torch.zeros(2, 3, 3 * 384, dtype=dtype, device=DEVICE), first.clone()
+        out = torch.empty(364, 384, dtype=dtype, device=DEVICE)
+        kda_chunk.chunks(*x.values(), windows, states, tiles, -5.0, 1e-5, out)
+        found.append((out, states))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(("heads", "latent"), [(2, 32), (20, 32), (8, 96)])
