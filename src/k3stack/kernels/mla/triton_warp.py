@@ -17,8 +17,9 @@ HEADS = 8
 """Heads of one program."""
 TOKENS = 16
 """Cache rows of one pass: the rows of a matrix instruction."""
-STAGES = 2
-"""Tiles of rows in shared memory: one is read while the next one comes."""
+STAGES = {1: 4, 2: 2}
+"""Tiles of rows in shared memory, one of which is read while the others come, by the bytes of a cached value. Two of
+fp8 are too few bytes under way for caches that are far apart in memory."""
 CHAINS = {1: 8, 2: 2}
 """Parts of a row's latent whose products with the query are issued in turn, by the bytes of a cached value."""
 PROGRAMS = {1: 528, 2: 396}
@@ -192,8 +193,8 @@ def attend_kernel(
     NARROW: gl.constexpr = SHARED // PER
     first, row, split = gl.program_id(0) * HEADS, gl.program_id(1).to(gl.int64), gl.program_id(2)
     length = gl.load(lengths + row)
-    part = gl.cdiv(gl.cdiv(length, TOKENS), splits) * TOKENS
-    begin, end = split * part, gl.minimum(split * part + part, length)
+    tiles = gl.cdiv(length, TOKENS)
+    begin, end = tiles * split // splits * TOKENS, gl.minimum(tiles * (split + 1) // splits * TOKENS, length)
     h = first + gl.arange(0, HEADS, gl.SliceLayout(0, _MMA))
     to = (row * heads + h) * splits + split
     if begin >= end:
@@ -256,5 +257,5 @@ def programs(count: int, itemsize: int) -> int:
 
 def options(itemsize: int) -> dict[str, int | float | bool]:
     """The kernel's compile-time arguments that do not depend on the model."""
-    chains = CHAINS[itemsize]
-    return {"HEADS": HEADS, "TOKENS": TOKENS, "STAGES": STAGES, "CHAINS": chains, "LAZY": LAZY, "num_warps": 1}
+    by_bytes = {"STAGES": STAGES[itemsize], "CHAINS": CHAINS[itemsize]}
+    return {"HEADS": HEADS, "TOKENS": TOKENS, **by_bytes, "LAZY": LAZY, "num_warps": 1}
