@@ -136,6 +136,7 @@ def small() -> None:
     residual.mix_norm(m(4, 9, 7168), m(4, 7168), residual.REPLACE, m(7168, dtype=F32), 1e-5, m(7168), 1e-5, mixed=True)
     residual.mix_norm(m(64, 9, 7168), m(64, 7168), residual.ADD, m(7168, dtype=F32), 1e-5, m(7168), 1e-5, mixed=False)
     triton_route.choose(m(4, 5248, dtype=F32), m(896, dtype=F32), (896, 3584, 768), glu("situ"), 16, 1.0, True)
+    triton_route.choose(m(3, 4, 5248, dtype=F32), m(896, dtype=F32), (896, 3584, 768), glu("situ"), 16, 1.0, True)
     triton_route.choose(m(4, 2304, dtype=F32), m(256, dtype=F32), (256, 0, 2048), glu("silu"), 8, 2.4, True)
     triton_route.route(m(4, 896, dtype=F32), m(896, dtype=F32), 16, 1.0, True)
 
@@ -160,11 +161,12 @@ def products() -> None:
 
 def rings() -> None:
     for tokens in (1, 16, 17, 64):
-        for rows, width in ((5248, 7168), (3264, 7168), (1728, 7168)):
-            found = ring.ring_of(tokens, rows, width)
-            if found is not None:
-                ring.product(m(tokens, width), m(rows, width), found)
-        ring.product(m(tokens, 7168), m(5248, 7168), ring.Ring(2, 4), F32)
+        for rows, width in ((5248, 7168), (3264, 7168), (1728, 7168), (7168, 768), (7168, 384)):
+            for find, apart in ((ring.ring_of, False), (ring.apart_of, True)):
+                found = find(tokens, rows, width)
+                if found is not None:
+                    ring.product(m(tokens, width), m(rows, width), found, apart=apart)
+        ring.product(m(tokens, 7168), m(5248, 7168), ring.Ring(2, 4, 2), F32)
         both = ring.ring_of(tokens, 7168, 3584, 192)
         assert both is not None
         ring.product(m(tokens, 3584), m(7168, 3584), both, second=(m(tokens, 192), m(7168, 192)))
@@ -180,6 +182,10 @@ def kda_step() -> None:
         gate = m(4, p if bound else 128)
         kda.decode_step(m(4, 3 * p), m(4, 128), gate, m(4, 6), *vectors, *arena, bound, 1e-5, *low)
         kda.decode_step(m(64, 3 * p), m(64, p), m(64, p), m(64, 6), *vectors, *arena[:2], ints(64), bound, 1e-5)
+        for rows in (1, 32, 64):
+            products = m(4, rows, 3264, dtype=F32).split((3 * p, p, 6, 26, 128, 32), dim=2)
+            given = products[0], products[4], products[1], products[2]
+            kda.decode_step(*given, *vectors, *arena[:2], ints(rows), bound, 1e-5, m(p, 128))
 
 
 def kda_chunks() -> None:

@@ -154,11 +154,11 @@ def test_sums_of_two_products(dtype: torch.dtype, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("tokens", "rows", "width", "form"),
     [
-        (1, 70, 64, (4, 3)),
-        (5, 200, 1088, (4, 3)),
-        (17, 300, 1024, (2, 3, 2)),
-        (64, 130, 1088, (2, 4, 4)),
-        (33, 130, 192, (2, 7, 4)),
+        (1, 70, 64, (4, 3, 2)),
+        (5, 200, 1088, (4, 3, 3)),
+        (17, 300, 1024, (2, 3, 1, 2)),
+        (64, 130, 1088, (2, 4, 4, 4)),
+        (33, 130, 192, (2, 7, 7, 4)),
     ],
 )
 def test_products_by_rings(dtype: torch.dtype, tokens: int, rows: int, width: int, form: tuple[int, ...]) -> None:
@@ -178,6 +178,20 @@ def test_products_by_rings(dtype: torch.dtype, tokens: int, rows: int, width: in
     both = (expected + x2.float() @ w2.float().T).to(dtype)
     same(ring.product(x, w, own, second=(x2, w2)), both, dtype)
     assert not ring.fits(x, w[:, 4:])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Gluon has no interpreter")
+@pytest.mark.parametrize(
+    ("tokens", "rows", "form"),
+    [(64, 300, (2, 3, 3, 3)), (20, 130, (2, 7, 7, 4)), (16, 130, (2, 5, 4, 4)), (3, 70, (4, 3, 2, 2))],
+)
+def test_products_that_others_add_up(dtype: torch.dtype, tokens: int, rows: int, form: tuple[int, ...]) -> None:
+    if dtype != torch.bfloat16:
+        pytest.skip("rings take bfloat16")
+    x, w = draw(tokens, 1088, dtype=dtype), draw(rows, 1088, dtype=dtype, seed=1)
+    parts = ring.product(x, w, ring.Ring(*form), apart=True)
+    assert parts.shape == (form[-1], tokens, rows)
+    same(parts.sum(0), x.float() @ w.float().T, torch.float32)
 
 
 def kda_inputs(rows: int, heads: int, k: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -251,6 +265,33 @@ def test_kda_decode_from_low_ranks(
     theirs = kda.decode_step(*x.values(), *arenas[1], blocks, -5.0, 1e-5)
     same(mine, theirs, dtype)
     same(arenas[0][1], arenas[1][1], dtype if dtype == torch.bfloat16 else torch.float32)
+    assert torch.equal(arenas[0][0], arenas[1][0])
+
+
+def in_parts(x: Tensor, shares: int) -> Tensor:
+    """fp32 numbers whose sum over the first dimension is ``x``; they are exact."""
+    parts = [(draw(*x.shape, seed=30 + i) * 64).round() / 64 for i in range(shares - 1)]
+    return torch.stack([*parts, x.float() - sum(parts, torch.zeros_like(x, dtype=torch.float32))])
+
+
+@pytest.mark.parametrize(("alone", "k"), [(132, 64), (0, 64), (0, 128)])
+def test_kda_decode_adds_up_its_inputs(dtype: torch.dtype, alone: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if dtype != torch.bfloat16:
+        pytest.skip("sums are rounded to bfloat16")
+    monkeypatch.setattr(kda, "ALONE", alone)
+    heads = 3
+    x, blocks = kda_inputs(4, heads, k, dtype), torch.tensor([5, 2, -1, 0], device=DEVICE)
+    x["f"], w_f = x["f"][:, :k], draw(heads * k, k, dtype=dtype, seed=12, scale=0.2)
+    exact = {n: (x[n].float() * 64).round() / 64 for n in ("raw", "f", "gate", "b")}
+    products = in_parts(torch.cat(list(exact.values()), 1), 3)
+    given = x | dict(zip(exact, products.split([v.shape[1] for v in exact.values()], dim=2), strict=True))
+    whole = x | {n: v.to(dtype) for n, v in exact.items()}
+    whole["f"] = linear_cuda.linear(whole["f"], w_f)
+    arenas = [(draw(6, 3, 3 * heads * k, dtype=dtype, seed=8), draw(6, heads, k, k, seed=9)) for _ in range(2)]
+    mine = kda.decode_step(*given.values(), *arenas[0], blocks, -5.0, 1e-5, w_f)
+    theirs = kda.decode_step(*whole.values(), *arenas[1], blocks, -5.0, 1e-5)
+    same(mine, theirs, dtype)
+    same(arenas[0][1], arenas[1][1], dtype)
     assert torch.equal(arenas[0][0], arenas[1][0])
 
 
@@ -443,6 +484,10 @@ def test_what_follows_the_joined_products(dtype: torch.dtype, sizes: tuple[int, 
     situ = sizes[1] > 0
     act = Glu("situ" if situ else "silu", 4.0, 25.0, lambda t: slow_glu(t, situ))
     ids, weights, latent, hidden = triton_route.choose(products, bias, sizes, act, 4, 2.4, True)
+    exact = (products * 1024).round() / 1024
+    whole = triton_route.choose(exact, bias, sizes, act, 4, 2.4, True)
+    parts = triton_route.choose(in_parts(exact, 3), bias, sizes, act, 4, 2.4, True)
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
     logits, z, gate_up = products.split(list(sizes), dim=1)
     ids_r, weights_r = triton_route.route(logits.contiguous(), bias, 4, 2.4, True)
     assert torch.equal(ids, ids_r)

@@ -77,6 +77,8 @@ class Kernels:
     """What follows the joined products of few tokens (``moe.triton_route.choose``)."""
     experts_plus: Callable[..., Tensor] | None = None
     """``experts`` plus another product (``moe.triton.experts_plus``)."""
+    linear_apart: Callable[[Tensor, Weight], Tensor | None] | None = None
+    """``linear`` of few tokens, to be added up by those that read it (``linear.cuda.linear_apart``)."""
     linear_plus: Callable[[Tensor, Weight, Tensor], Tensor] | None = None
     """``linear`` plus a tensor, which may be overwritten."""
     linear_both: Callable[[Tensor, Weight, Tensor, Weight], Tensor] | None = None
@@ -211,6 +213,7 @@ def _triton(dtype: torch.dtype) -> Kernels:
         arrange_experts=in_tiles if dtype == torch.bfloat16 else None,
         choose=fast_route.choose,
         experts_plus=fast_moe.experts_plus,
+        linear_apart=fast_linear.linear_apart,
         linear_plus=fast_linear.linear_plus,
         linear_both=fast_linear.linear_both,
         add_norm=fast_norm.add_norm,

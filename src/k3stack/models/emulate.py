@@ -80,7 +80,7 @@ def choose_always(ffn: MoeFfn, kernels: Kernels, ids: Tensor) -> None:
 
     def own_choose(*given: Any) -> tuple[Tensor, ...]:
         assert choose is not None
-        return chosen(len(given[0])), *choose(*given)[1:]
+        return chosen(given[0].shape[-2]), *choose(*given)[1:]
 
     ffn.kernels = dataclasses.replace(ffn.kernels, route=own_route, choose=None if choose is None else own_choose)
 

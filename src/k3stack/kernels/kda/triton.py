@@ -10,6 +10,7 @@ from torch import Tensor
 from k3stack.kernels import launch as start
 from k3stack.kernels.launch import await_inputs
 from k3stack.kernels.linear.cuda import linear
+from k3stack.kernels.linear.triton import added_up
 
 L2_EPS = 1e-6
 CHANNELS = 128
@@ -19,8 +20,8 @@ COLUMNS = 64
 """Neighbouring columns that a warp takes of a row, where a program has all of a head's state."""
 FUSED = 16
 """Rows up to which the second halves of low-rank projections are part of the step."""
-ALONE = 132
-"""Heads of all rows that have room on an H200 at once with their whole states."""
+ALONE, AHEAD = 132, 264
+"""Heads of all rows that have room on an H200 at once with their whole states, and with half of them."""
 
 
 @triton.jit
@@ -92,14 +93,22 @@ def _at_once(place, first, q, k, v, both, beta, decay, K: tl.constexpr, COLUMNS:
 
 
 @triton.jit
-def _in_parts(place, q, k, v, beta, decay, K: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr):
-    """The state's columns at ``place``, V at a time, moved on; the output [K]."""
+def _in_parts(
+    place, coming, q, k, v, beta, decay, K: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
+    """The state's columns at ``place``, V at a time, moved on; the output [K]. AHEAD: the first of them are ``coming``,
+    the next are called for before those before them are moved on."""
     values = tl.reshape(v, [PARTS, V])
     part = tl.arange(0, PARTS)[:, None]
     outputs = tl.zeros([PARTS, V], tl.float32)
-    for p in range(PARTS):
+    for p in tl.static_range(PARTS):
         # In two passes: fewer registers, so that more programs have room.
-        s = tl.load(place + p * V).to(tl.float32) * decay[:, None]
+        if AHEAD:
+            s = coming.to(tl.float32) * decay[:, None]
+            if p + 1 < PARTS:
+                coming = tl.load(place + (p + 1) * V)
+        else:
+            s = tl.load(place + p * V).to(tl.float32) * decay[:, None]
         d = beta * (tl.sum(tl.where(part == p, values, 0.0), 0) - tl.sum(s * k[:, None], 0))
         s += k[:, None] * d[None, :]
         tl.store(place + p * V, s.to(place.dtype.element_ty))
@@ -110,13 +119,15 @@ def _in_parts(place, q, k, v, beta, decay, K: tl.constexpr, V: tl.constexpr, PAR
 @triton.jit
 def _decode_kernel(
     raw, f, gate, b, conv, exp_a, dt_bias, norm, windows, states, blocks, out, w_f, w_g,
-    raw_row, f_row, gate_row, b_row, window_block, state_block, width, scale, lower_bound, l2_eps, eps,
+    raw_row, f_row, gate_row, b_row, apart, window_block, state_block, width, scale, lower_bound, l2_eps, eps,
     K: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BOUNDED: tl.constexpr,
-    PARTS: tl.constexpr, LOW_F: tl.constexpr, LOW_G: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, LOW_F: tl.constexpr, LOW_G: tl.constexpr, SHARES: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one token. The state's columns are independent: they are taken in PARTS, one after the other, so that
     more programs have room side by side. LOW_F, LOW_G: of decay and gate only the first half's output is given. What
-    an earlier step wrote, and weights, are read before the inputs are there; then all of these are called for at once.
+    an earlier step wrote, and weights, are read before the inputs are there (of the state all, or with AHEAD the first
+    part); then all of these are called for at once, and where they come in SHARES added up.
     Squares [K, K] are [K, K / COLUMNS, COLUMNS] where PARTS is 1: a thread has fewer rows, for each of which it works
     out decay and gate."""
     row = tl.program_id(0).to(tl.int64)
@@ -145,14 +156,18 @@ def _decode_kernel(
         # The last of these reads: Triton then lays out what it meets by it.
         place = states + i[:, None, None] * K + column
         first = tl.load(place)
+    else:
+        place = states + i[:, None] * K + tl.arange(0, V)[None, :]
+        first = tl.load(place) if AHEAD else 0.0
     await_inputs(PDL)
     raw += row * raw_row
-    q_now = tl.load(raw + at)
-    k_now = tl.load(raw + width + at)
-    v_now = tl.load(raw + 2 * width + at)
-    by_beta = tl.load(b + row * b_row + head)
-    z = tl.load(f + row * f_row + (i if LOW_F else at))
-    z_gate = tl.load(gate + row * gate_row + (i if LOW_G else at))
+    kind: tl.constexpr = out.dtype.element_ty
+    q_now = added_up(raw + at, True, apart, SHARES).to(kind)
+    k_now = added_up(raw + width + at, True, apart, SHARES).to(kind)
+    v_now = added_up(raw + 2 * width + at, True, apart, SHARES).to(kind)
+    by_beta = added_up(b + row * b_row + head, True, apart, SHARES).to(kind)
+    z = added_up(f + row * f_row + (i if LOW_F else at), True, apart, SHARES).to(kind)
+    z_gate = added_up(gate + row * gate_row + (i if LOW_G else at), True, apart, SHARES).to(kind)
     if block < 0:
         tl.store(out + row * width + at, tl.zeros([K], out.dtype.element_ty))
         return
@@ -181,8 +196,7 @@ def _decode_kernel(
     if PARTS == 1:
         o = _at_once(place, first, q, k, v, both, beta, decay, K, COLUMNS)
     else:
-        place = states + i[:, None] * K + tl.arange(0, V)[None, :]
-        o = _in_parts(place, q, k, v, beta, decay, K, V, PARTS)
+        o = _in_parts(place, first, q, k, v, beta, decay, K, V, PARTS, AHEAD)
     o = o * tl.rsqrt(tl.sum(o * o, 0) / K + eps) * weight
     o *= opened
     tl.store(out + row * width + at, o.to(out.dtype.element_ty))
@@ -227,16 +241,17 @@ def decode_step(
 
     raw [R, 3 P], f [R, P] (before dt_bias), gate [R, P], b [R, H] (rows may lie apart), conv [taps, 3 P], exp_a [H],
     dt_bias [P], norm [K] fp32, windows [blocks, taps - 1, 3 P], states [blocks, H, K, K], blocks int64 [R] -> [R, P] in
-    raw's dtype. A row of block -1 changes nothing and gives zeros. With ``w_f`` [P, K], f is [R, K] and still to be
-    multiplied by it; likewise gate with ``w_g``. Blocks, windows and states must not be the work
-    of the kernel just before (``launch.await_inputs``).
+    raw's dtype. Or the first four are fp32, parts of one tensor, with one dimension more before these, over which they
+    are still to be added up (``linear.cuda.linear_apart``) to bfloat16 numbers; so is the result then. A row of block
+    -1 changes nothing and gives zeros. With ``w_f`` [P, K], f is [R, K] and still to be multiplied by it; likewise gate
+    with ``w_g``. Blocks, windows and states must not be the work of the kernel just before (``launch.await_inputs``).
     """
-    rows, heads = b.shape
-    k = states.shape[2]
-    if rows > FUSED:
+    rows, heads = b.shape[-2:]
+    k, shares = states.shape[2], b.shape[0] if b.dim() == 3 else None
+    if rows > FUSED and shares is None:
         f, w_f = (f, None) if w_f is None else (linear(f, w_f), None)
         gate, w_g = (gate, None) if w_g is None else (linear(gate, w_g), None)
-    out = torch.empty(rows, heads * k, dtype=raw.dtype, device=raw.device)
+    out = torch.empty(rows, heads * k, dtype=raw.dtype if shares is None else torch.bfloat16, device=raw.device)
     taps = conv.shape[0]
     parts = 1 if rows * heads <= ALONE or k < 64 else 2
     start.launch(
@@ -244,7 +259,8 @@ def decode_step(
         (rows, heads),
         *(raw, f, gate, b, conv, exp_a, dt_bias, norm, windows, states, blocks, out),
         *(raw if w_f is None else w_f, raw if w_g is None else w_g),
-        *(raw.stride(0), f.stride(0), gate.stride(0), b.stride(0), windows.stride(0), states.stride(0)),
+        *(raw.stride(-2), f.stride(-2), gate.stride(-2), b.stride(-2), raw.stride(0), windows.stride(0)),
+        *(states.stride(0),),
         *(heads * k, k**-0.5, 0.0 if lower_bound is None else lower_bound, L2_EPS, eps),
         K=k,
         TAPS=taps,
@@ -254,6 +270,9 @@ def decode_step(
         PARTS=parts,
         LOW_F=w_f is not None,
         LOW_G=w_g is not None,
+        SHARES=shares or 1,
+        # A low-rank gate's weights need the registers.
+        AHEAD=shares is not None and w_g is None and parts > 1 and rows * heads <= AHEAD,
         num_warps=WARPS if parts > 1 else WARPS_ALONE,
     )
     return out

@@ -40,6 +40,13 @@ def linear_both(x: Tensor, weight: Tensor, x2: Tensor, weight2: Tensor) -> Tenso
     return linear_plus(x, weight, linear(x2, weight2))
 
 
+def linear_apart(x: Tensor, weight: Tensor) -> Tensor | None:
+    """fp32 [S, T, out] whose sum over S is ``linear`` before it is rounded, where it is quicker to leave the adding up
+    to those that read it; else None."""
+    form = ring.apart_of(x.shape[0], *weight.shape) if _streams(x) else None
+    return ring.product(x, weight, form, apart=True) if form is not None and ring.fits(x, weight) else None
+
+
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, hidden], weight [E, hidden] in x's dtype -> fp32 [T, E]; bfloat16 products are summed and kept in fp32."""
     if x.dtype == torch.bfloat16 and x.device.type == "cuda":

@@ -6,6 +6,7 @@ Written in Gluon, Triton's lower language: in Triton's own the first copies woul
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +35,12 @@ SHARED = 224 << 10
 """Bytes of a ring."""
 LEAST, SHORT, FEW_ROWS = 1 << 21, 4096, (2112, 3072)
 """Smaller weights, shorter rows, and, of few tokens, other numbers of rows are left to ``linear.triton``."""
-EARLY = gl.constexpr(2)
-"""Tiles that are sent for before the tokens are there. All of them would hold up the kernel that makes the tokens."""
+BRIEF, MANY_ROWS = 768, 4608
+"""But rows so short of so many rows are all sent for at once, of few tokens."""
+EARLY = 8
+"""Of few tokens, panels that are sent for before these are there: all of them hold up the kernel that makes them."""
+NEXT = 4 << 10
+"""Bytes of shared memory that are left to the programs of the kernel that adds up."""
 PANELS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 _PANELS = gl.constexpr(PANELS)
 _PANEL = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
@@ -44,10 +49,12 @@ _spaces: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Panels of a tile, tiles, and programs that share out a tile's columns."""
+    """Panels of a tile, tiles, those of them that are sent for before the tokens are there, and programs that share out
+    a tile's columns."""
 
     panels: int
     tiles: int
+    early: int
     shares: int = 1
 
 
@@ -56,12 +63,34 @@ def ring_of(tokens: int, rows: int, width: int, width2: int = 0) -> Ring | None:
     faster."""
     if tokens > MOST_TOKENS or rows > ROWS * PROGRAMS or rows * width < LEAST:
         return None
-    if not width2 and (width <= SHORT or (tokens <= FEW and not FEW_ROWS[0] <= rows < FEW_ROWS[1])):
+    few = tokens <= FEW
+    panels = 4 if few else 2
+    if few and not width2 and width <= BRIEF and rows >= MANY_ROWS:
+        panels = math.gcd(width // PANEL, panels)
+        tiles = width // (PANEL * panels)
+        return Ring(panels, tiles, tiles)
+    if not width2 and (width <= SHORT or (few and not FEW_ROWS[0] <= rows < FEW_ROWS[1])):
         return None
-    panels = 4 if tokens <= FEW else 2
-    tile = (ROWS + _rows_of(tokens)) * PANEL * 2 * panels
-    shares = 1 if tokens <= FEW or width2 else min(PROGRAMS // triton.cdiv(rows, ROWS), MOST_SHARES)
-    return Ring(panels, SHARED // tile, shares)
+    tiles = SHARED // _tile_bytes(tokens, panels)
+    shares = 1 if few or width2 else min(PROGRAMS // triton.cdiv(rows, ROWS), MOST_SHARES)
+    return Ring(panels, tiles, EARLY // panels if few else tiles, shares)
+
+
+def apart_of(tokens: int, rows: int, width: int) -> Ring | None:
+    """``ring_of`` where others add up the shares; of few tokens by two programs a multiprocessor."""
+    if tokens > MOST_TOKENS or rows > ROWS * PROGRAMS or width <= SHORT or rows * width < LEAST:
+        return None
+    each = 2 if tokens <= FEW else 1
+    shares = min(each * PROGRAMS // triton.cdiv(rows, ROWS), MOST_SHARES)
+    if shares == 1:
+        return None
+    panels = 4 if tokens <= FEW // 2 else 2
+    tiles = (SHARED // each - NEXT) // _tile_bytes(tokens, panels)
+    return Ring(panels, tiles, EARLY // panels if tokens <= FEW else tiles, shares)
+
+
+def _tile_bytes(tokens: int, panels: int) -> int:
+    return (ROWS + _rows_of(tokens)) * PANEL * 2 * panels
 
 
 def _rows_of(tokens: int) -> int:
@@ -136,9 +165,10 @@ def _store(y, out, first, tokens, rows, LAYOUT: gl.constexpr):
 def _ring_kernel(
     w, x, w2, x2, out, partial, done, tokens, rows, steps, steps2,
     ROWS: gl.constexpr, BT: gl.constexpr, DEEP: gl.constexpr, TILES: gl.constexpr, SHARES: gl.constexpr,
-    TWO: gl.constexpr, PDL: gl.constexpr,
+    EARLY: gl.constexpr, APART: gl.constexpr, TWO: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """ROWS weight rows with all tokens, over one of SHARES of the columns: w x plus w2 x2 (``steps2`` 0: w x)."""
+    """ROWS weight rows with all tokens, over one of SHARES of the columns: w x plus w2 x2 (``steps2`` 0: w x). APART:
+    the shares' sums lie one behind the other, for others to add up."""
     tile = gl.program_id(0) // SHARES
     share = gl.program_id(0) % SHARES
     first = tile * ROWS
@@ -181,7 +211,9 @@ def _ring_kernel(
         if slot == TILES:
             slot = 0
             phase ^= 1
-    if SHARES > 1:
+    if APART:
+        _store(acc, out + share * tokens * rows, first, tokens, rows, ACC)
+    elif SHARES > 1:
         _add_up(acc, partial, done, out, tile, share, first, tokens, rows, ROWS, BT, SHARES)
     else:
         _store(acc, out, first, tokens, rows, ACC)
@@ -201,11 +233,15 @@ def product(
     ring: Ring,
     out_dtype: torch.dtype | None = None,
     second: tuple[Tensor, Tensor] | None = None,
+    apart: bool = False,
 ) -> Tensor:
     """See ``reference.linear``; bfloat16, at most 64 tokens, ``fits`` of all. ``second`` (x, weight): their product is
-    added before the sum is rounded."""
+    added before the sum is rounded. ``apart``: [shares, T, out] in fp32, still to be added up."""
     (tokens, width), rows = x.shape, weight.shape[0]
-    out = torch.empty(tokens, rows, dtype=out_dtype or x.dtype, device=x.device)
+    if apart:
+        out = torch.empty(ring.shares, tokens, rows, dtype=torch.float32, device=x.device)
+    else:
+        out = torch.empty(tokens, rows, dtype=out_dtype or x.dtype, device=x.device)
     x2, weight2 = second or (x, weight)
     token_rows, step = _rows_of(tokens), PANEL * ring.panels
     tiles = triton.cdiv(rows, ROWS)
@@ -221,6 +257,8 @@ def product(
         DEEP=ring.panels,
         TILES=ring.tiles,
         SHARES=ring.shares,
+        EARLY=ring.early,
+        APART=apart,
         TWO=second is not None,
         num_warps=WARPS,
     )

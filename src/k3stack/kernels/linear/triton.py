@@ -67,6 +67,15 @@ def _call_ahead(w, rows, row_bytes, count, PDL: tl.constexpr):
 
 
 @triton.jit
+def added_up(at, mask, apart, SHARES: tl.constexpr):
+    """The sum of SHARES values, ``apart`` from one another, always in the same order; 0 where masked."""
+    value = tl.load(at, mask=mask, other=0.0)
+    for s in tl.static_range(1, SHARES):
+        value += tl.load(at + s * apart, mask=mask, other=0.0)
+    return value
+
+
+@triton.jit
 def _by_rows(
     x, w, n, t, here, x_row, w_row, tokens, width,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,

@@ -21,6 +21,7 @@ from k3stack.kernels import launch as start
 from k3stack.kernels.activation.glu import Glu
 from k3stack.kernels.activation.triton import glu
 from k3stack.kernels.launch import INTERPRETED, await_inputs
+from k3stack.kernels.linear.triton import added_up
 
 WARPS, EACH = 8, 4
 """The most that share out a token's experts, and the fewest experts of one thread."""
@@ -178,14 +179,14 @@ def _experts(BLOCK: tl.constexpr):
 
 @triton.jit
 def _route(
-    logits, biased, ids, weights, experts, scaling,
+    logits, biased, ids, weights, experts, scaling, apart,
     TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr, ASM: tl.constexpr,
-    KINDS: tl.constexpr,
+    KINDS: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     """The choice of one token by its ``logits``; ``biased`` [BLOCK] are the biases."""
     e = _experts(BLOCK)
     live = e < experts
-    s = 1 / (1 + tl.exp(-tl.load(logits + e, mask=live, other=0.0)))
+    s = 1 / (1 + tl.exp(-added_up(logits + e, live, apart, SHARES)))
     bits = (s + biased).to(tl.int32, bitcast=True)
     key = tl.where(live, bits ^ ((bits >> 31) & 2147483647), -2147483648)
     if ASM is not None:
@@ -223,16 +224,16 @@ def _route_kernel(
     biased = _biases(bias, experts, BLOCK)
     await_inputs(PDL)
     _route(
-        logits + token * experts, biased, ids + token * TOPK, weights + token * TOPK, experts, scaling,
-        TOPK, RENORMALIZE, BLOCK, EACH, ASM, KINDS,
+        logits + token * experts, biased, ids + token * TOPK, weights + token * TOPK, experts, scaling, 0,
+        TOPK, RENORMALIZE, BLOCK, EACH, ASM, KINDS, 1,
     )  # fmt: skip
 
 
 @triton.jit
 def _choose_kernel(
-    products, bias, ids, weights, latent, hidden, row, experts, latent_width, inner, scaling, beta, linear_beta,
+    products, bias, ids, weights, latent, hidden, row, apart, experts, latent_width, inner, scaling, beta, linear_beta,
     TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr, ASM: tl.constexpr,
-    KINDS: tl.constexpr, PIECE: tl.constexpr, SITU: tl.constexpr, PDL: tl.constexpr,
+    KINDS: tl.constexpr, PIECE: tl.constexpr, SITU: tl.constexpr, SHARES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of one token: the choice (program 0), a piece of the latent input, or of the shared MLP's activation."""
     token = tl.program_id(0).to(tl.int64)
@@ -243,21 +244,21 @@ def _choose_kernel(
         biased = _biases(bias, experts, BLOCK)
         await_inputs(PDL)
         _route(
-            products, biased, ids + token * TOPK, weights + token * TOPK, experts, scaling,
-            TOPK, RENORMALIZE, BLOCK, EACH, ASM, KINDS,
+            products, biased, ids + token * TOPK, weights + token * TOPK, experts, scaling, apart,
+            TOPK, RENORMALIZE, BLOCK, EACH, ASM, KINDS, SHARES,
         )  # fmt: skip
     elif part <= pieces:
         await_inputs(PDL)
         at = (part - 1) * PIECE + tl.arange(0, PIECE)
-        value = tl.load(products + experts + at, mask=at < latent_width, other=0.0)
+        value = added_up(products + experts + at, at < latent_width, apart, SHARES)
         tl.store(latent + token * latent_width + at, value.to(latent.dtype.element_ty), mask=at < latent_width)
     else:
         await_inputs(PDL)
         at = (part - 1 - pieces) * PIECE + tl.arange(0, PIECE)
         own = products + experts + latent_width + at
         kind = hidden.dtype.element_ty
-        gate = tl.load(own, mask=at < inner, other=0.0).to(kind).to(tl.float32)
-        up = tl.load(own + inner, mask=at < inner, other=0.0).to(kind).to(tl.float32)
+        gate = added_up(own, at < inner, apart, SHARES).to(kind).to(tl.float32)
+        up = added_up(own + inner, at < inner, apart, SHARES).to(kind).to(tl.float32)
         y = glu(gate, up, beta, linear_beta, SITU)
         tl.store(hidden + token * inner + at, y.to(kind), mask=at < inner)
 
@@ -303,9 +304,12 @@ def choose(
     scaling: float,
     renormalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What follows the products fp32 [T, sum of sizes]: the router's (see ``route``), the latent input's, and gate and
-    up of the shared MLP. ids int64 and weights [T, top_k]; latent input and the MLP's activation in bfloat16."""
-    tokens, (experts, latent_width, double) = products.shape[0], sizes
+    """What follows the products fp32 [T, sum of sizes], or [S, T, sum of sizes] that are still to be added up: the
+    router's (see ``route``), the latent input's, and gate and up of the shared MLP. ids int64 and weights [T, top_k];
+    latent input and the MLP's activation in bfloat16."""
+    if products.dim() == 2:
+        products = products.unsqueeze(0)
+    (shares, tokens, _), (experts, latent_width, double) = products.shape, sizes
     device, inner = products.device, double // 2
     ids = torch.empty(tokens, top_k, dtype=torch.int64, device=device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
@@ -313,10 +317,12 @@ def choose(
     start.launch(
         _choose_kernel,
         (tokens, 1 + triton.cdiv(latent_width, PIECE) + triton.cdiv(inner, PIECE)),
-        *(products, bias, ids, weights, latent, hidden, products.stride(0), experts, latent_width, inner),
+        *(products, bias, ids, weights, latent, hidden, products.stride(1), products.stride(0)),
+        *(experts, latent_width, inner),
         *(scaling, activation.beta, activation.linear_beta),
         PIECE=PIECE,
         SITU=activation.kind == "situ",
+        SHARES=shares,
         **_options(experts, top_k, renormalize),
     )
     return ids, weights, latent, hidden

@@ -245,7 +245,9 @@ class MoeFfn(Part):
         assert kernels.choose is not None
         assert kernels.linear_plus is not None
         assert kernels.linear_both is not None
-        products = kernels.router_logits(x, joined.weight)
+        products = None if kernels.linear_apart is None else kernels.linear_apart(x, joined.weight)
+        if products is None:
+            products = kernels.router_logits(x, joined.weight)
         ids, weights, latent, hidden = kernels.choose(
             products, self.bias, joined.sizes, self.act, moe.top_k, moe.scaling_factor, moe.renormalize
         )

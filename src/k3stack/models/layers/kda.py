@@ -73,7 +73,7 @@ class KdaAttention(Part):
     def __call__(self, x: Tensor, step: Step, views: ArenaViews, tail: Tail | None = None) -> Tensor:
         """x [T, hidden] (normed) -> [T, hidden], or [N, hidden] of the ``tail``'s tokens; states and windows of the
         step's rows move on in place."""
-        raw, gate, b, _, f, low, _ = self.kernels.linear(x, self.w_in).split(self.sizes, dim=1)
+        raw, gate, b, _, f, low, _ = self._projected(x, step).split(self.sizes, dim=-1)
         y = self._between((raw, f, gate if self.full_rank else low, b), step, views, tail)
         return x[:0] if tail is not None and not tail.lengths else self.kernels.linear(y, self.w_out)
 
@@ -86,6 +86,13 @@ class KdaAttention(Part):
         f, gate_low, _ = low.split(self.sizes[4:], dim=1)
         y = self._between((raw, f, gate if self.full_rank else gate_low, b), step, views)
         return self.kernels.linear(y, self.w_out)
+
+    def _projected(self, x: Tensor, step: Step) -> Tensor:
+        """All products of the input, of few tokens perhaps to be added up by ``Kernels.kda_step``."""
+        kernels, apart = self.kernels, None
+        if step.all_decode and kernels.kda_step is not None and kernels.linear_apart is not None:
+            apart = kernels.linear_apart(x, self.w_in)
+        return kernels.linear(x, self.w_in) if apart is None else apart
 
     def _between(
         self, projected: tuple[Tensor, ...], step: Step, views: ArenaViews, tail: Tail | None = None
