@@ -189,13 +189,22 @@ def kda_step() -> None:
 
 
 def kda_chunks() -> None:
-    for heads, k, bound in ((3, 128, -5.0), (32, 128, None), (2, 64, None), (3, 32, -5.0), (2, 16, None)):
-        p, wide = heads * k, {"dtype": F32}
+    cases = (
+        (3, 128, -5.0, 2),
+        (3, 128, -5.0, 1),
+        (32, 128, None, 2),
+        (2, 64, None, 2),
+        (3, 32, -5.0, 2),
+        (2, 16, None, 2),
+    )
+    for heads, k, bound, sequences in cases:
+        # One sequence is a long one, which is cut into segments.
+        p, tokens, wide = heads * k, 8192 // sequences, {"dtype": F32}
         vectors = (m(4, 3 * p, **wide), m(heads, **wide), m(p, **wide), m(k, **wide))
-        tiles = ChunkTiles(64, 32, ints(4, 32), ints(5, 2))
+        tiles = ChunkTiles(64, tokens // 64, ints(4, tokens // 64), ints(5, sequences))
         arena = m(9, 3, 3 * p), m(9, heads, k, k, **wide), tiles
-        inputs = m(2048, 3 * p), m(2048, p), m(2048, p), m(2048, heads)
-        kda_chunk.chunks(*inputs, *vectors, *arena, bound, 1e-5, m(2048, p))
+        inputs = m(tokens, 3 * p), m(tokens, p), m(tokens, p), m(tokens, heads)
+        kda_chunk.chunks(*inputs, *vectors, *arena, bound, 1e-5, m(tokens, p))
 
 
 def mla_step() -> None:

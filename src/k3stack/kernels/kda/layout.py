@@ -79,14 +79,6 @@ class ChunkTiles:
     kept: dict[Any, Any] = field(default_factory=dict, compare=False)
     """What kernels keep from one layer of the step to the next."""
 
-    @property
-    def ends(self) -> tuple[Tensor, ...]:
-        """Of each sequence: first token, last token, state block."""
-        if "ends" not in self.kept:
-            self.kept["ends"] = self.per_sequence[2:].unbind()
-        ends: tuple[Tensor, ...] = self.kept["ends"]
-        return ends
-
 
 def chunk_tiles(starts: list[int], counts: list[int], blocks: list[int], device: torch.device) -> ChunkTiles:
     """Tiles of sequences of ``counts`` tokens that begin at ``starts``, with their indices on ``device``."""

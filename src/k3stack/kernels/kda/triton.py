@@ -1,4 +1,4 @@
-"""KDA in Triton: a whole decode step of one head in one program, and the windows of chunks."""
+"""KDA in Triton: a whole decode step of one head in one program (chunks: ``triton_chunk``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from k3stack.kernels.linear.cuda import linear
 from k3stack.kernels.linear.triton import added_up
 
 L2_EPS = 1e-6
-CHANNELS = 128
 WARPS, WARPS_ALONE = 4, 8
 """Of a decode program with heads 128 wide: half of one head's state, or all of it, is held in registers."""
 COLUMNS = 64
@@ -202,24 +201,6 @@ def _decode_kernel(
     tl.store(out + row * width + at, o.to(out.dtype.element_ty))
 
 
-@triton.jit
-def _window_kernel(
-    raw, windows, first, last, blocks, raw_row, window_block, channels,
-    TAPS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0)
-    c = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
-    j = tl.arange(0, ROWS)[:, None]
-    here = (c < channels) & (j < TAPS - 1)
-    begin = tl.load(first + row)
-    own = windows + tl.load(blocks + row) * window_block
-    back = tl.load(last + row) - (TAPS - 1) + 1 + j
-    x = tl.load(raw + back.to(tl.int64) * raw_row + c, mask=here & (back >= begin), other=0.0)
-    past = tl.load(own + (back - begin + TAPS - 1) * channels + c, mask=here & (back < begin), other=0.0)
-    tl.debug_barrier()
-    tl.store(own + j * channels + c, tl.where(back >= begin, x, past), mask=here)
-
-
 def decode_step(
     raw: Tensor,
     f: Tensor,
@@ -276,20 +257,3 @@ def decode_step(
         num_warps=WARPS if parts > 1 else WARPS_ALONE,
     )
     return out
-
-
-def move_windows(raw: Tensor, windows: Tensor, first: Tensor, last: Tensor, blocks: Tensor) -> None:
-    """Windows [blocks, taps - 1, C] move on by the tokens raw [T, C] of their rows, in place.
-
-    The rows of raw may lie apart; per sequence int64 [R] its first token, last token and block.
-    """
-    channels, taps = raw.shape[1], windows.shape[1] + 1
-    start.launch(
-        _window_kernel,
-        (first.shape[0], triton.cdiv(channels, CHANNELS)),
-        *(raw, windows, first, last, blocks, raw.stride(0), windows.stride(0), channels),
-        TAPS=taps,
-        ROWS=triton.next_power_of_2(taps),
-        CHANNELS=CHANNELS,
-        num_warps=1,
-    )

@@ -3,7 +3,7 @@
 Chunked form of the recurrence over tiles of 64 tokens (``cpu.prefill`` has the formulas), in a handful of kernels: from
 the projections to convolved, normalised q, k, v and the running log decay of each tile; everything of a tile that does
 not need the state; the states from tile to tile (``triton_carry``); the outputs with their gated norm. All but the
-states are kernels of single tiles (``triton_tile``).
+states are kernels of single tiles (``triton_tile``). ``triton_square`` and ``triton_ring`` do parts of it in Gluon.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from k3stack.kernels import launch as start
-from k3stack.kernels.kda import triton_carry, triton_tile
+from k3stack.kernels.kda import triton_carry, triton_ring, triton_square, triton_tile
 from k3stack.kernels.kda.layout import SUB, ChunkTiles
-from k3stack.kernels.kda.triton import L2_EPS, move_windows
+from k3stack.kernels.kda.triton import L2_EPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,9 @@ class Rooms:
     q: Tensor
     k: Tensor
     v: Tensor
+    """beta v; later the corrected values."""
     w: Tensor
+    """beta k exp(c) before M is multiplied by it."""
     u: Tensor
     decayed_q: Tensor
     decayed_k: Tensor
@@ -35,6 +37,7 @@ class Rooms:
     kept: Tensor
     """States before each tile."""
     decay: Tensor
+    """The running sum c of a tile's log decay, to base 2."""
     beta: Tensor
     fade: Tensor
     a: Tensor
@@ -44,21 +47,15 @@ class Rooms:
         return sum(getattr(self, f.name).nbytes for f in fields(self))
 
 
-WARPS = {"prepare": 16, "inside": 4, "halved": 4, "invert": 1, "solve": 4, "carry": 4, "ring": 4, "output": 8}
+WARPS = {"prepare": 4, "inside": 4, "square": 4, "halved": 4, "invert": 1, "solve": 4, "carry": 4, "output": 4}
 """Of each kernel."""
-PREPARE_REGISTERS = 64
-"""Most of a thread: two programs of the kernel that prepares then share a multiprocessor."""
+REGISTERS = 128
+"""Most of a thread: four programs of four warps then share a multiprocessor."""
 SOLVE_NARROW = 8
 """Warps that solve tiles of heads under 64 wide: with four, ptxas 12.8 takes wrong registers for an operand's place."""
 CARRY_STAGES = 3
-RING_COLUMNS = 16
-"""Columns of a state that one program of the ring carries."""
-RING_SLOTS = 4
-"""Tiles in its shared memory."""
-RING_WIDTH = 128
-"""Heads' width that it is for."""
-RING_PROGRAMS = 132
-"""Most of its programs: each takes a multiprocessor's shared memory, and an H200 has as many."""
+WIDTH = 128
+"""Heads' width that the kernels in Gluon are for."""
 KEPT_BYTES = 256 << 20
 """Most bytes of rooms that stay from one layer to the next: with more of them, the host has time to ask again."""
 PROGRAMS = 264
@@ -110,18 +107,23 @@ def chunks(
         **sizes,
         TAPS=conv.shape[0],
         BOUNDED=lower_bound is not None,
+        RUN=max(tiles.tile * k // 1024, 1),
         num_warps=WARPS["prepare"],
-        maxnreg=PREPARE_REGISTERS,
+        maxnreg=REGISTERS,
     )
-    move_windows(raw, windows, *tiles.ends)
     _within(rooms, sizes | precision, factored=factored)
+    _solve(rooms, sizes | precision)
     _carry(rooms, states, tiles, sizes, precision)
+    taps = conv.shape[0]
     start.launch(
         triton_tile.output_kernel,
         (n, heads),
-        *(rooms.decayed_q, rooms.qk, rooms.kept, rooms.v, gate, norm, tiles.per_tile, out),
-        *(gate.stride(0), out.stride(0), n, eps),
+        *(rooms.decayed_q, rooms.qk, rooms.kept, rooms.v, gate, norm, tiles.per_tile, out, raw, windows),
+        *(gate.stride(0), out.stride(0), raw.stride(0), windows.stride(0), heads * k, n, eps),
         **sizes,
+        SUB=SUB,
+        TAPS=taps,
+        ROWS=start.next_power_of_two(taps),
         **precision,
         num_warps=WARPS["output"],
     )
@@ -149,22 +151,40 @@ def rooms_for(tiles: ChunkTiles, heads: int, k: int, raw: Tensor) -> Rooms:
 
 
 def _within(r: Rooms, constants: dict[str, Any], *, factored: bool) -> None:
-    """What needs no state: from q, k, v, c, beta of all tiles to q k^T, the decayed q and k, exp(c_C), w and u."""
-    grid, c = r.q.shape[:2], constants["C"]
+    """What needs no state: from q, k, v, c, beta of all tiles to q k^T, the decayed q and k, exp(c_C)."""
+    (n, heads), k, c = r.q.shape[:2], constants["K"], constants["C"]
+    operands = r.q, r.k, r.decay, r.beta, r.a, r.qk, r.decayed_q, r.decayed_k, r.w, r.fade
+    if _for_hopper(r):
+        start.launch(
+            triton_square.square_kernel,
+            (4, n, heads),
+            *operands,
+            K=k,
+            C=c,
+            SUB=SUB,
+            FACTORED=factored,
+            num_warps=WARPS["square"],
+        )
+        return
     start.launch(
         triton_tile.inside_kernel if factored else triton_tile.halved_kernel,
-        (*grid, 4) if factored else (*grid,),
-        *(r.q, r.k, r.decay, r.beta, r.a, r.qk, r.decayed_q, r.decayed_k, r.fade),
+        (4, n, heads) if factored else (n, heads),
+        *operands,
         **constants,
         **({"SUB": SUB} if factored else {"LEVELS": c.bit_length() - 1}),
         num_warps=WARPS["inside" if factored else "halved"],
         num_stages=1,
     )
+
+
+def _solve(r: Rooms, constants: dict[str, Any]) -> None:
+    """The inverse of I + A, w and u."""
+    grid, c = r.q.shape[:2], constants["C"]
     start.launch(triton_tile.invert_kernel, (*grid, c // SUB), r.a, C=c, SUB=SUB, num_warps=WARPS["invert"])
     start.launch(
         triton_tile.solve_kernel,
         (*grid,),
-        *(r.k, r.v, r.decay, r.beta, r.a, r.w, r.u),
+        *(r.a, r.w, r.v, r.u),
         **constants,
         SUB=SUB,
         num_warps=WARPS["solve"] if constants["K"] >= 64 else SOLVE_NARROW,
@@ -174,32 +194,28 @@ def _within(r: Rooms, constants: dict[str, Any], *, factored: bool) -> None:
 def _carry(r: Rooms, states: Tensor, tiles: ChunkTiles, sizes: dict[str, Any], precision: dict[str, Any]) -> None:
     """The states from tile to tile. The values have been used up: their room takes the corrected ones.
 
-    The ring is for few states, which leave most of the device idle and take as long as the chain of their tiles. More
-    programs than multiprocessors would go one after the other; the plain kernel has several on each. Other widths,
-    float32 and Triton's interpreter, which has no Gluon, are the plain kernel's too.
+    The ring is for few states, which leave most of the device idle and take as long as the chain of their tiles. Of the
+    plain kernel's programs a multiprocessor has several at once.
     """
     sequences, (heads, k) = tiles.per_sequence.shape[1], states.shape[1:3]
-    operands = r.w, r.u, r.decayed_k, r.fade, states, tiles.per_sequence, r.kept, r.v, sequences, states.stride(0)
-    programs = sequences * heads * (k // RING_COLUMNS)
-    if k == RING_WIDTH and r.w.dtype != torch.float32 and programs <= RING_PROGRAMS and not start.INTERPRETED:
-        start.launch(
-            triton_carry.ring_kernel,
-            (sequences, heads, k // RING_COLUMNS),
-            *operands,
-            **sizes,
-            VALUES=RING_COLUMNS,
-            STAGES=RING_SLOTS,
-            num_warps=WARPS["ring"],
-        )
+    operands = r.w, r.u, r.decayed_k, r.fade, states, tiles.per_sequence, r.kept, r.v
+    if _for_hopper(r) and triton_ring.fits(sequences, heads, k):
+        triton_ring.carry(*operands)
         return
     values = state_columns(sequences * heads, k)
     start.launch(
         triton_carry.carry_kernel,
         (sequences, heads, k // values),
-        *operands,
+        *(*operands, sequences, states.stride(0)),
         **sizes,
         VALUES=values,
         **precision,
         num_warps=WARPS["carry"],
         num_stages=CARRY_STAGES,
     )
+
+
+def _for_hopper(r: Rooms) -> bool:
+    """Whether the kernels in Gluon take them. Other widths and float32 are for those in Triton, as is its interpreter,
+    which has no Gluon."""
+    return r.q.shape[-1] == WIDTH and r.q.dtype != torch.float32 and not start.INTERPRETED
