@@ -41,7 +41,7 @@ WARPS = [
     *(Warps(*w, registers=96) for w in ((1, 4, 2), (1, 4), (1, 4, 1, 3), (1, 4, 1, 2), (1, 2), (2, 2))),
     *(Warps(*w, registers=80) for w in ((1, 4), (2, 2), (4, 1), (4, 1, 1, 2), (8, 1, 1, 2))),
 ]
-SHARES = [Share(*s) for s in ((4, 1, 4, 128), (4, 1, 4, 96, 5), (2, 2, 4, 128), (4, 1, 3, 128), (8, 1, 2, 128, 2))]
+SHARES = [Share(*s) for s in ((4, 1, 4, 128), (4, 1, 3, 128), (4, 1, 2, 128), (4, 1, 3, 96, 5), (2, 2, 4, 128))]
 TILES = [
     *(Tile(*t) for t in ((16, 128, 4, 4), (32, 128, 4, 3), (16, 64, 4, 4), (16, 64, 4, 3), (32, 64, 4, 4))),
     *(Tile(*t, True, 4096) for t in ((16, 128, 4, 6), (16, 256, 4, 3), (16, 128, 4, 4))),
@@ -87,7 +87,8 @@ def experts(given: tuple[Tensor, ...], w13: Mxfp4Weight, w2: Mxfp4Weight, shape:
     elif x.shape[0] == 1:
         return triton_units.result_of_one(x, w13, w2, ACT, (ids, share, 0), shape)
     else:
-        results = triton_units.results(x, w13, w2, ACT, moe.group(ids, EXPERTS, 0, True), TOP_K, shape)
+        groups = moe.group(ids, EXPERTS, 0, True)
+        results = triton_units.results(x, w13, w2, ACT, groups, TOP_K, shape, choices=(ids, 0))
     return moe.add_up(results, ids, share, 0, EXPERTS)
 
 

@@ -28,7 +28,7 @@ from k3stack.kernels.mla import triton as mla
 from k3stack.kernels.mla import triton_ends as mla_ends
 from k3stack.kernels.moe import reference as moe_reference
 from k3stack.kernels.moe import triton as moe
-from k3stack.kernels.moe import triton_chunk, triton_decode, triton_route, triton_units
+from k3stack.kernels.moe import triton_chunk, triton_decode, triton_group, triton_route, triton_units
 from k3stack.kernels.mxfp4 import cpu as mxfp4
 from k3stack.kernels.mxfp4.triton import halves
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight, in_tiles
@@ -576,7 +576,7 @@ def test_equal_scores_go_to_the_lower_expert(dtype: torch.dtype, experts: int, t
 
 @pytest.mark.parametrize(
     ("columns", "rows", "tokens", "way"),
-    [(1, 4, 9, "lists"), (2, 4, 1, "lists"), (2, 4, 9, "units"), (4, 2, 1, "one")],
+    [(1, 4, 9, "lists"), (2, 4, 1, "lists"), (2, 4, 9, "units"), (2, 4, 9, "early"), (4, 2, 1, "one")],
 )
 def test_experts_of_a_decode_step(
     dtype: torch.dtype, columns: int, rows: int, tokens: int, way: str, monkeypatch: pytest.MonkeyPatch
@@ -599,11 +599,12 @@ def test_experts_of_a_decode_step(
     if way == "one":
         mine = triton_units.result_of_one(x, w13, w2, act, (ids, weights, first), share, asm=asm)
     else:
-        groups = moe.group(ids, here, first, way == "units")
+        groups = moe.group(ids, here, first, way in ("units", "early"))
+        choices = (ids, first) if way == "early" else None
         warps = triton_decode.Warps(columns, rows, stages=2)
         each = (
-            triton_units.results(x, w13, w2, act, groups, top_k, share, asm=asm)
-            if way == "units"
+            triton_units.results(x, w13, w2, act, groups, top_k, share, asm=asm, choices=choices)
+            if way in ("units", "early")
             else triton_decode.results(x, w13, w2, act, groups, top_k, (warps, warps), asm=asm)
         )
         mine = moe.add_up(each, ids, weights, first, here)
@@ -663,7 +664,7 @@ def test_mxfp4_weights_decode_exactly(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("tokens", "here"), [(3, 40), (1, 4), (20, 33)])
 def test_choices_by_expert(dtype: torch.dtype, tokens: int, here: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More experts than bits of a word, more choices than are looked at in one go."""
-    monkeypatch.setattr(moe, "GROUPED", 64)
+    monkeypatch.setattr(triton_group, "GROUPED", 64)
     first, top_k, total = 5, 8, 48
     ids = draw(tokens, total).topk(top_k, dim=-1).indices
     lists, counts = (t.cpu() for t in moe.group(ids, here, first, True))

@@ -1,13 +1,12 @@
 """Experts in Triton: each expert's weights are read once a step, whatever tokens chose it.
 
 Which tokens chose which expert; gate and up with the activation; down; the weighted sum. The products here use matrix
-instructions; MXFP4 in tiles has its own (``triton_decode``, and ``triton_units`` for few experts), and so have many
-tokens an expert (``triton_chunk``).
+instructions; MXFP4 in tiles has its own (``triton_units``, ``triton_decode`` for more tokens an expert), and so have
+many tokens an expert (``triton_chunk``).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +20,9 @@ from k3stack.kernels.activation.triton import glu
 from k3stack.kernels.launch import await_inputs
 from k3stack.kernels.linear.cuda import linear_plus
 from k3stack.kernels.moe import triton_chunk, triton_decode, triton_few, triton_units
+from k3stack.kernels.moe.triton_group import HELD, group
 from k3stack.kernels.mxfp4.triton import SHIFT, halves, unpack
 from k3stack.kernels.mxfp4.weight import Mxfp4Weight
-
-GROUPED = 1024
-"""Choices that the grouping kernel looks at in one go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,62 +41,9 @@ DECODE = Tiles(16, 32, 256, 1, 4, 3)
 CHUNK = Tiles(64, 64, 64, 4, 4, 3)
 FEW = 16
 """Mean tokens an expert up to which ``triton_decode`` serves MXFP4 in tiles, and others ``DECODE``."""
-USED = 20
-"""Experts in use, on average, up to which ``triton_units`` takes them."""
+THIN = 1.25
+"""Mean tokens an expert up to which ``triton_units`` takes them."""
 SUMMED = 256
-
-
-@triton.jit
-def _either(a, b):
-    return a | b
-
-
-@triton.jit
-def _bits_set(v):
-    """How many bits of an int32 are set."""
-    v = v - ((v >> 1) & 0x55555555)
-    v = (v & 0x33333333) + ((v >> 2) & 0x33333333)
-    v = (v + (v >> 4)) & 0x0F0F0F0F
-    v += v >> 8
-    v += v >> 16
-    return v & 63
-
-
-@triton.jit
-def _before(ids, expert, first, total, BLOCK: tl.constexpr):
-    """How many of the experts here before this one were chosen."""
-    before = 0
-    for word in range(expert // 32 + 1):
-        bits = 0
-        for begin in range(0, total, BLOCK):
-            i = begin + tl.arange(0, BLOCK)
-            own = (tl.load(ids + i, mask=i < total, other=-1) - first).to(tl.int32)
-            hit = (own >= word * 32) & (own < tl.minimum(word * 32 + 32, expert))
-            bits |= tl.reduce(tl.where(hit, 1 << (own & 31), 0), 0, _either)
-        before += _bits_set(bits)
-    return before
-
-
-@triton.jit
-def _group_kernel(
-    ids, lists, counts, first, total, capacity, BLOCK: tl.constexpr, IN_USE: tl.constexpr, PDL: tl.constexpr
-):
-    """One expert's choices; IN_USE: and its place among those that have some."""
-    await_inputs(PDL)
-    expert = tl.program_id(0)
-    found = 0
-    for begin in range(0, total, BLOCK):
-        i = begin + tl.arange(0, BLOCK)
-        hit = tl.load(ids + i, mask=i < total, other=-1) == first + expert
-        place = found + tl.cumsum(hit.to(tl.int32), 0) - 1
-        tl.store(lists + expert.to(tl.int64) * capacity + place, i, mask=hit)
-        found += tl.sum(hit.to(tl.int32), 0)
-    tl.store(counts + expert, found)
-    if IN_USE:
-        experts = tl.num_programs(0)
-        before = _before(ids, expert, first, total, BLOCK)
-        tl.store(counts + experts + 1 + before, expert, mask=found > 0)
-        tl.store(counts + experts, before + (found > 0).to(tl.int32), mask=expert == experts - 1)
 
 
 @triton.jit
@@ -220,18 +164,21 @@ def _out_kernel(
 
 @triton.jit
 def _sum_kernel(
-    results, ids, weights, out, first, experts, width, TOPK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    """One warp a program, every choice by itself: a reduction across warps took 20 microseconds of 64 tokens' step."""
-    await_inputs(PDL)
+    results, ids, weights, out, first, experts, width,
+    TOPK: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One warp a program: a reduction across warps took 20 microseconds of 64 tokens' step. The choices were there long
+    before the results."""
     token = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, KEPT)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    acc = tl.zeros([BLOCK], tl.float32)
-    for j in tl.static_range(TOPK):
-        chosen = tl.load(ids + token * TOPK + j) - first
-        here = (chosen >= 0) & (chosen < experts)
-        value = tl.load(results + (token * TOPK + j) * width + c, mask=here & (c < width), other=0.0)
-        acc += tl.load(weights + token * TOPK + j) * value.to(tl.float32)
+    chosen = tl.load(ids + token * TOPK + j, mask=j < TOPK, other=-1) - first
+    here = (j < TOPK) & (chosen >= 0) & (chosen < experts)
+    share = tl.load(weights + token * TOPK + j, mask=here, other=0.0)
+    await_inputs(PDL)
+    at = results + (token * TOPK + j)[:, None] * width + c[None, :]
+    value = tl.load(at, mask=here[:, None] & (c < width)[None, :], other=0.0)
+    acc = tl.sum(share[:, None] * value.to(tl.float32), 0)
     tl.store(out + token * width + c, acc.to(out.dtype.element_ty), mask=c < width)
 
 
@@ -256,10 +203,10 @@ def experts(
     if isinstance(w13, Mxfp4Weight) and isinstance(w2, Mxfp4Weight) and w13.tiled:
         if tokens == 1:
             return triton_units.result_of_one(x, w13, w2, activation, (ids, weights, first))
-        few = w13.shape[0] * (1 - math.exp(-mean)) <= USED
-        groups = group(ids, w13.shape[0], first, few)
-        if few:
-            results = triton_units.results(x, w13, w2, activation, groups, top_k)
+        thin = mean <= THIN and w13.shape[0] <= HELD
+        groups = group(ids, w13.shape[0], first, thin)
+        if thin:
+            results = triton_units.results(x, w13, w2, activation, groups, top_k, choices=(ids, first))
         else:
             results = triton_decode.results(x, w13, w2, activation, groups, top_k, triton_decode.SOME)
     else:
@@ -284,24 +231,6 @@ def experts_plus(
     if triton_few.fits(ids.shape[0], w13):
         return triton_few.experts(x, ids, weights, w13, w2, activation, first, other)
     return linear_plus(*other, experts(x, ids, weights, w13, w2, activation, first, total))
-
-
-def group(ids: Tensor, count: int, first: int, in_use: bool = False) -> tuple[Tensor, Tensor]:
-    """Choices by expert: ids [T, k] -> lists int32 [count, T] of indices into the flat ids, counts int32 [count]; with
-    ``in_use`` counts [2 count + 1]: then how many experts have some, which these are, and nothing."""
-    tokens = ids.shape[0]
-    lists = torch.empty(count, tokens, dtype=torch.int32, device=ids.device)
-    counts = torch.empty(2 * count + 1 if in_use else count, dtype=torch.int32, device=ids.device)
-    block = min(GROUPED, triton.next_power_of_2(ids.numel()))
-    start.launch(
-        _group_kernel,
-        (count,),
-        *(ids, lists, counts, first, ids.numel(), tokens),
-        BLOCK=block,
-        IN_USE=in_use,
-        num_warps=4,
-    )
-    return lists, counts
 
 
 def tiled(
@@ -354,6 +283,7 @@ def add_up(results: Tensor, ids: Tensor, weights: Tensor, first: int, count: int
         (tokens, triton.cdiv(width, SUMMED)),
         *(results, ids, weights, out, first, count, width),
         TOPK=top_k,
+        KEPT=triton.next_power_of_2(top_k),
         BLOCK=SUMMED,
         num_warps=1,
     )

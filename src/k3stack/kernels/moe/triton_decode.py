@@ -46,19 +46,18 @@ class Warps:
 SOME = (Warps(1, 4, 2, registers=96), Warps(1, 4, 2, registers=96))
 """Of the product into the experts and the one out of them (``benchmarks.tiles``)."""
 
-_STAGE = tl.constexpr(4 * 512 + 2 * 128)
-"""Bytes of one stage of a warp: 16 a thread for two rows of two strips, and 4 that hold its two scales of each."""
-# Every thread copies what it will take itself, so that nothing has to be waited for but its own copies.
+_STAGE = tl.constexpr(4 * 512 + 2 * 64)
+"""Bytes of one stage of a warp: 16 a thread for two rows of two strips, and two scales of each."""
+# Every thread copies the codes that it will take itself, and half a warp each strip's scales.
 _COPY = tl.constexpr("""
 {
 .reg .pred p;
-setp.ne.b32 p, $6, 0;
+setp.ne.b32 p, $5, 0;
 @p cp.async.cg.shared.global.L2::256B [$1], [$2], 16;
 @p cp.async.cg.shared.global.L2::256B [$1 + 512], [$2 + 512], 16;
 @p cp.async.cg.shared.global.L2::256B [$1 + 1024], [$3], 16;
 @p cp.async.cg.shared.global.L2::256B [$1 + 1536], [$3 + 512], 16;
-@p cp.async.ca.shared.global [$7 + 2048], [$4], 4;
-@p cp.async.ca.shared.global [$7 + 2176], [$5], 4;
+@p cp.async.ca.shared.global [$6 + 2048], [$4], 4;
 cp.async.commit_group;
 mov.b32 $0, 0;
 }
@@ -68,15 +67,22 @@ ld.shared.v4.b32 {$0, $1, $2, $3}, [$18];
 ld.shared.v4.b32 {$4, $5, $6, $7}, [$18 + 512];
 ld.shared.v4.b32 {$8, $9, $10, $11}, [$18 + 1024];
 ld.shared.v4.b32 {$12, $13, $14, $15}, [$18 + 1536];
-ld.shared.b32 $16, [$19 + 2048];
-ld.shared.b32 $17, [$19 + 2176];
+ld.shared.u16 $16, [$19 + 2048];
+ld.shared.u16 $17, [$19 + 2112];
 """)
+# Where a token is. What other threads have instead goes into sums that nobody takes.
 _LOAD_ACTIVATIONS = tl.constexpr("""
-ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$16];
-ld.global.nc.v4.b32 {$4, $5, $6, $7}, [$16 + 16];
-ld.global.nc.v4.b32 {$8, $9, $10, $11}, [$16 + 32];
-ld.global.nc.v4.b32 {$12, $13, $14, $15}, [$16 + 48];
+{
+.reg .pred p;
+setp.ne.b32 p, $17, 0;
+@p ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$16];
+@p ld.global.nc.v4.b32 {$4, $5, $6, $7}, [$16 + APART];
+@p ld.global.nc.v4.b32 {$8, $9, $10, $11}, [$16 + 2 * APART];
+@p ld.global.nc.v4.b32 {$12, $13, $14, $15}, [$16 + 3 * APART];
+}
 """)
+_IN_ROW = tl.constexpr(_LOAD_ACTIVATIONS.value.replace("APART", "16"))
+_IN_TURN = tl.constexpr(_LOAD_ACTIVATIONS.value.replace("APART", "64"))
 # Codes come out 2^-126 times what they stand for: the bits of e2m1 below bfloat16's sign, in the lowest bits of its
 # exponent and the highest of its mantissa (0.5 is a subnormal number). lop3 with 0xEA is (a and b) or c.
 _WORD = tl.constexpr("""
@@ -113,14 +119,15 @@ def _room(thread, ROOM: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _copy(place, codes_a, codes_b, scales_a, scales_b, live, lane):
-    """Start copying a thread's part of a tile of each strip to ``place`` in shared memory, where ``live``."""
+def _copy(place, codes_a, codes_b, scales, live, lane):
+    """Start copying a thread's part of a tile of each strip to ``place`` in shared memory, where ``live``: 16 bytes of
+    codes from here and 512 on, and four of ``scales``."""
     tl.inline_asm_elementwise(
         _COPY,
-        "=r,r,l,l,l,l,r,r",
+        "=r,r,l,l,l,r,r",
         [
-            place + lane * 16, codes_a.to(tl.int64), codes_b.to(tl.int64), scales_a.to(tl.int64),
-            scales_b.to(tl.int64), live.to(tl.int32), place + lane * 4,
+            place + lane * 16, codes_a.to(tl.int64), codes_b.to(tl.int64), scales.to(tl.int64), live.to(tl.int32),
+            place + lane * 4,
         ],
         dtype=tl.int32,
         is_pure=False,
@@ -133,18 +140,18 @@ def _take(place, lane, LEFT: tl.constexpr):
     """Wait for the oldest stage; ``LEFT`` (to 3) may still be under way. Of each strip: eight words (four of row r,
     four of row r + 8); then both's scales."""
     WAIT: tl.constexpr = (
-        "cp.async.wait_group 0;"
+        "cp.async.wait_group 0; bar.warp.sync 0xffffffff;"
         if LEFT == 0
-        else "cp.async.wait_group 1;"
+        else "cp.async.wait_group 1; bar.warp.sync 0xffffffff;"
         if LEFT == 1
-        else "cp.async.wait_group 2;"
+        else "cp.async.wait_group 2; bar.warp.sync 0xffffffff;"
         if LEFT == 2
-        else "cp.async.wait_group 3;"
+        else "cp.async.wait_group 3; bar.warp.sync 0xffffffff;"
     )
     return tl.inline_asm_elementwise(
         WAIT + _TAKE,
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
-        [place + lane * 16, place + lane * 4],
+        [place + lane * 16, place + lane * 2],
         dtype=(tl.int32,) * 18,
         is_pure=False,
         pack=1,
@@ -152,19 +159,22 @@ def _take(place, lane, LEFT: tl.constexpr):
 
 
 @triton.jit
-def _activations(x, ASM: tl.constexpr):
-    """32 neighbouring bfloat16 values a thread, as 16 pairs."""
+def _activations(x, there, ASM: tl.constexpr, TURN: tl.constexpr = False):
+    """32 bfloat16 values of neighbouring columns a thread, as 16 pairs; any where no token is ``there``: loads of few
+    tokens take the first-level cache less time. TURN: four neighbouring threads have eight of them in turn."""
+    LOAD: tl.constexpr = _IN_TURN if TURN else _IN_ROW
+    APART: tl.constexpr = 16 if TURN else 4
     if ASM:
         return tl.inline_asm_elementwise(
-            _LOAD_ACTIVATIONS,
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,l",
-            [x.to(tl.int64)],
+            LOAD,
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,l,r",
+            [x.to(tl.int64), there.to(tl.int32)],
             dtype=(tl.int32,) * 16,
             is_pure=False,
             pack=1,
         )
     else:
-        return _four(x, 0) + _four(x, 4) + _four(x, 8) + _four(x, 12)
+        return _four(x, 0) + _four(x, APART) + _four(x, 2 * APART) + _four(x, 3 * APART)
 
 
 @triton.jit
@@ -237,22 +247,21 @@ def _tile(w, I: tl.constexpr, scales, live, x, c, PER: tl.constexpr, EVEN: tl.co
 
 @triton.jit
 def _sums(
-    x, packed, scale, first, second, tiles, room, thread,
+    x, there, packed, scale, first, second, tiles, room, thread,
     KW: tl.constexpr, PER: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
     STAGES: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """A thread's sums over its warp's tiles of the strips ``first`` and ``second``, times tokens. x: int32 pointers to
-    the thread's token; packed, scale: int32 and int16 pointers to the expert; room: of ``_room``. WAIT: x is another
-    kernel's result."""
+    the thread's token, if one is ``there``; packed, scale: int32 and int16 pointers to the expert; room: of ``_room``.
+    WAIT: x is another kernel's result."""
     kw = thread // 32 % KW
     lane = thread % 32
     codes_a = packed + first * (tiles * 256) + lane * 4
     codes_b = packed + second * (tiles * 256) + lane * 4
-    # Copies are of four bytes at least: a thread's two scales and its neighbour's.
-    pair = lane // 2 * 2 if ASM else lane
-    scales_a = scale + first * (tiles * 32) + pair
-    scales_b = scale + second * (tiles * 32) + pair
-    shift = lane % 2 * 16
+    # Copies are of four bytes at least: half a warp has a strip's.
+    strip = tl.where(lane < 16, first, second) if ASM else first
+    scales_a = scale + strip * (tiles * 32) + (lane % 16 * 2 if ASM else lane)
+    scales_b = scale + second * (tiles * 32) + lane
     zero = thread.to(tl.float32) * 0.0
     c = (zero, zero, zero, zero)
     d = (zero, zero, zero, zero)
@@ -261,8 +270,7 @@ def _sums(
         for i in tl.static_range(STAGES - 1):
             at = kw + i * KW
             _copy(
-                place + i * _STAGE, codes_a + at * 256, codes_b + at * 256, scales_a + at * 32, scales_b + at * 32,
-                at < tiles, lane,
+                place + i * _STAGE, codes_a + at * 256, codes_b + at * 256, scales_a + at * 32, at < tiles, lane,
             )  # fmt: skip
     await_inputs(WAIT)
     x += thread % 4 * 16
@@ -274,14 +282,14 @@ def _sums(
             now = tl.minimum(now, tiles - 1)
         if ASM:
             w = _take(place + slot * _STAGE, lane, STAGES - 2)
-            of_a = w[16] >> shift
-            of_b = w[17] >> shift
+            of_a = w[16]
+            of_b = w[17]
             next_slot = slot + (STAGES - 1)
             next_slot = tl.where(next_slot >= STAGES, next_slot - STAGES, next_slot)
             at = step + kw + (STAGES - 1) * KW
             _copy(
                 place + next_slot * _STAGE, codes_a + at * 256, codes_b + at * 256, scales_a + at * 32,
-                scales_b + at * 32, at < tiles, lane,
+                at < tiles, lane,
             )  # fmt: skip
             slot = tl.where(slot == STAGES - 1, 0, slot + 1)
         else:
@@ -293,7 +301,7 @@ def _sums(
             )
             of_a = tl.load(scales_a + now * 32).to(tl.int32)
             of_b = tl.load(scales_b + now * 32).to(tl.int32)
-        own = _activations(x + now * 64, ASM)
+        own = _activations(x + now * 64, there, ASM)
         c = _tile(w, 0, of_a, live, own, c, PER, EVEN, ASM)
         d = _tile(w, 8, of_b, live, own, d, PER, EVEN, ASM)
     return c, d
@@ -332,10 +340,11 @@ def _in_kernel(
     end = tl.arange(0, 32 * RW)
     n = (tl.program_id(0) * RW + end // 32) * 16 + end % 32 // 4
     for m0 in range(0, count, 8):
-        pair = tl.load(lists + tl.minimum(m0 + thread % 32 // 4, count - 1))
+        place = m0 + thread % 32 // 4
+        pair = tl.load(lists + tl.minimum(place, count - 1))
         own = x + (pair // TOPK).to(tl.int64) * x_row
         c, d = _sums(
-            own, packed, scale, strip, strip + inner // 16, tiles, room, thread,
+            own, place < count, packed, scale, strip, strip + inner // 16, tiles, room, thread,
             KW, KW * RW, UNROLL, EVEN, ASM, STAGES, False,
         )  # fmt: skip
         gate, up = tl.split(_together(c, d, KW, RW) * factor)
@@ -370,10 +379,11 @@ def _out_kernel(
     end = tl.arange(0, 32 * RW)
     n = (tl.program_id(0) * RW + end // 32) * 32 + end % 32 // 4
     for m0 in range(0, count, 8):
-        pair = tl.load(lists + tl.minimum(m0 + thread % 32 // 4, count - 1))
+        place = m0 + thread % 32 // 4
+        pair = tl.load(lists + tl.minimum(place, count - 1))
         own = x + pair.to(tl.int64) * (inner // 2)
         c, d = _sums(
-            own, packed, scale, strip, strip + 1, tiles, room, thread,
+            own, place < count, packed, scale, strip, strip + 1, tiles, room, thread,
             KW, KW * RW, UNROLL, EVEN, ASM, STAGES, PDL,
         )  # fmt: skip
         total = _together(c, d, KW, RW) * factor
@@ -397,9 +407,9 @@ def results(
 ) -> Tensor:
     """Each choice's expert output [T top_k, L] in bfloat16; choices of experts elsewhere are left unwritten.
 
-    x bfloat16 [T, L] (rows may lie apart); weights in tiles; groups: of ``triton.group``. Strips that are no multiple
-    of a program's are an error. ``asm`` False: the same arithmetic without inline assembly (Triton's interpreter has
-    none).
+    x bfloat16 [T, L] (rows may lie apart); weights in tiles; groups: of ``triton_group.group``. Strips that are no
+    multiple of a program's are an error. ``asm`` False: the same arithmetic without inline assembly (Triton's
+    interpreter has none).
     """
     tokens, width = x.shape
     count, double, _ = w13.shape
