@@ -126,9 +126,8 @@ def _decode_kernel(
     """One head of one token. The state's columns are independent: they are taken in PARTS, one after the other, so that
     more programs have room side by side. LOW_F, LOW_G: of decay and gate only the first half's output is given. What
     an earlier step wrote, and weights, are read before the inputs are there (of the state all, or with AHEAD the first
-    part); then all of these are called for at once, and where they come in SHARES added up.
-    Squares [K, K] are [K, K / COLUMNS, COLUMNS] where PARTS is 1: a thread has fewer rows, for each of which it works
-    out decay and gate."""
+    part); then all of these are called for at once, and added up where they come in SHARES. Where PARTS is 1, squares
+    [K, K] are [K, K / COLUMNS, COLUMNS]: a thread has fewer rows, for each of which it works out decay and gate."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     block = tl.load(blocks + row)
@@ -188,9 +187,7 @@ def _decode_kernel(
     q_square, k_square, both = tl.reduce((q * q, k * k, q * k), 0, _add_three)
     q_factor = tl.rsqrt(q_square + l2_eps) * scale
     k_factor = tl.rsqrt(k_square + l2_eps)
-    q *= q_factor
-    k *= k_factor
-    both *= q_factor * k_factor
+    q, k, both = q * q_factor, k * k_factor, both * (q_factor * k_factor)
     decay = tl.exp(log_decay(z, a, lower_bound, BOUNDED))
     if PARTS == 1:
         o = _at_once(place, first, q, k, v, both, beta, decay, K, COLUMNS)
