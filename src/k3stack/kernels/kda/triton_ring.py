@@ -15,7 +15,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -34,8 +33,6 @@ PROGRAMS = 132
 """Most programs: each takes a multiprocessor's shared memory, and an H200 has as many."""
 SEGMENTS, LONG, JOIN_WARPS = 4, 64, 8
 """Segments of a long sequence, how many tiles make it one, and warps that join them."""
-AHEAD = False
-"""Whether decays come to slots as tiles do, or one tile ahead to registers."""
 PANEL = 64
 """Columns that shared memory holds side by side: halves of a head."""
 PANELS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
@@ -43,17 +40,11 @@ FEW = gl.NVMMASharedLayout(swizzle_byte_width=2 * COLUMNS, element_bitwidth=16, 
 _PANELS = gl.constexpr(PANELS)
 _PANEL = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 _FEW = gl.constexpr(FEW)
-_FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
-def _send_for(w, u, k, fade, tile, own, slot, ws, us, ks, fades, full, AHEAD: gl.constexpr):
-    """Let a tile come to a slot, AHEAD: with the decay over it."""
-    if AHEAD:
-        K: gl.constexpr = fades.shape[1]
-        at = fade + tile.to(gl.int64) * K + gl.arange(0, K, _LINE)
-        async_copy.async_copy_global_to_shared(fades.index(slot), at)
+def _send_for(w, u, k, tile, own, slot, ws, us, ks, full):
+    """Let a tile come to a slot."""
     C: gl.constexpr = us.shape[1]
     SQUARE: gl.constexpr = [2, C, ws.shape[2]]
     mbarrier.expect(full.index(slot), 2 * C * (2 * SQUARE[0] * SQUARE[2] + us.shape[2]))
@@ -65,7 +56,7 @@ def _send_for(w, u, k, fade, tile, own, slot, ws, us, ks, fades, full, AHEAD: gl
 
 
 @gluon.jit
-def _begin(w, u, k, fade, tile, heads, tiles, own, ws, us, ks, fades, full, AHEAD: gl.constexpr):
+def _begin(w, u, k, tile, heads, tiles, own, ws, us, ks, full):
     """All slots but one are being filled."""
     STAGES: gl.constexpr = us.shape[0]
     for i in gl.static_range(STAGES):
@@ -74,9 +65,7 @@ def _begin(w, u, k, fade, tile, heads, tiles, own, ws, us, ks, fades, full, AHEA
     gl.thread_barrier()
     for i in range(STAGES - 1):
         if i < tiles:
-            _send_for(w, u, k, fade, tile + i * heads, own, i, ws, us, ks, fades, full, AHEAD)
-        if AHEAD:
-            async_copy.commit_group()
+            _send_for(w, u, k, tile + i * heads, own, i, ws, us, ks, full)
 
 
 @gluon.jit
@@ -127,21 +116,12 @@ def _load(fade, row, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _halves(fades, LAYOUT: gl.constexpr):
-    HALF: gl.constexpr = fades.shape[0] // 2
-    return fades.slice(0, HALF).load(LAYOUT), fades.slice(HALF, HALF).load(LAYOUT)
-
-
-@gluon.jit
-def _put(state, low, high, AHEAD: gl.constexpr):
+def _put(state, low, high):
     """A state's halves in shared memory, for products and copies."""
     KIND: gl.constexpr = state.dtype
     HALF: gl.constexpr = state.shape[0] // 2
-    if AHEAD:
-        state.store(gl.join(low.to(KIND), high.to(KIND)).permute((2, 0, 1)).reshape(state.shape))
-    else:
-        state.slice(0, HALF, dim=0).store(low.to(KIND))
-        state.slice(HALF, HALF, dim=0).store(high.to(KIND))
+    state.slice(0, HALF, dim=0).store(low.to(KIND))
+    state.slice(HALF, HALF, dim=0).store(high.to(KIND))
     fence_async_shared()
 
 
@@ -149,7 +129,7 @@ def _put(state, low, high, AHEAD: gl.constexpr):
 def ring_kernel(
     w, u, k, fade, states, sequences, kept, corrected, between, count, state_block,
     K: gl.constexpr, C: gl.constexpr, VALUES: gl.constexpr, STAGES: gl.constexpr,
-    SEGMENTS: gl.constexpr, REST: gl.constexpr, AHEAD: gl.constexpr,
+    SEGMENTS: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     """What ``triton_carry.carry_kernel`` does, with one segment bit for bit; w, u, k, kept, corrected: see ``carry``.
     Of several SEGMENTS the first kernel or the REST, ``between`` [SEGMENTS, 2, heads, K, K] them: state, transition.
@@ -173,8 +153,7 @@ def ring_kernel(
     state = gl.allocate_shared_memory(KIND, [2, K, VALUES], _FEW)
     right = gl.allocate_shared_memory(KIND, [2, C, VALUES], _FEW)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    fades = gl.allocate_shared_memory(gl.float32, [STAGES, K], _FLAT)
-    _begin(w, u, k, fade, tile, heads, tiles, own, ws, us, ks, fades, full, AHEAD)
+    _begin(w, u, k, tile, heads, tiles, own, ws, us, ks, full)
     row = gl.arange(0, HALF, gl.SliceLayout(1, STATE))
     column = own + gl.arange(0, VALUES, gl.SliceLayout(0, STATE))
     square = head * K * K + (row[:, None] * K + column[None, :])
@@ -183,29 +162,24 @@ def ring_kernel(
     low, high = _first(place, slots, row, column, kind, K, REST)
     share = gl.where(kind == 2, 0.0, 1.0)
     zero = gl.zeros([C, VALUES], gl.float32, STATE)
-    fading = fade + tile.to(gl.int64) * K
-    fade_low, fade_high = _load(fading, row, HALF)
+    fade += tile.to(gl.int64) * K
+    fade_low, fade_high = _load(fade, row, HALF)
     for n in range(tiles):
         slot = n % STAGES
         now = state.index(n % 2)
-        _put(now, low, high, AHEAD)
+        _put(now, low, high)
         mbarrier.wait(full.index(slot), n // STAGES % 2)
-        if AHEAD:
-            async_copy.wait_group(STAGES - 2)
         gl.thread_barrier()
         d = warpgroup_mma(ws.index(2 * slot), now.slice(0, HALF, dim=0), zero, use_acc=False, is_async=True)
         d = warpgroup_mma(ws.index(2 * slot + 1), now.slice(HALF, HALF, dim=0), d, is_async=True)
         if kind == 0:
             tma.async_copy_shared_to_global(kept, [tile * K, own], now)
         values = us.index(slot).load(STATE).to(gl.float32) * share
-        if AHEAD:
-            fade_low, fade_high = _halves(fades.index(slot), gl.SliceLayout(1, STATE))
         low = low * fade_low[:, None]
         high = high * fade_high[:, None]
-        if not AHEAD:
-            # The last tile's next is itself.
-            fading += gl.where(n + 1 < tiles, heads * K, 0)
-            fade_low, fade_high = _load(fading, row, HALF)
+        # The last tile's next is itself.
+        fade += gl.where(n + 1 < tiles, heads * K, 0)
+        fade_low, fade_high = _load(fade, row, HALF)
         d = warpgroup_mma_wait(0, [d])
         then = right.index(n % 2)
         then.store((values - d).to(KIND))
@@ -219,9 +193,7 @@ def ring_kernel(
         # All warps have done with the tile before this one.
         if n + STAGES - 1 < tiles:
             to = tile + (STAGES - 1) * heads
-            _send_for(w, u, k, fade, to, own, (n + STAGES - 1) % STAGES, ws, us, ks, fades, full, AHEAD)
-        if AHEAD:
-            async_copy.commit_group()
+            _send_for(w, u, k, to, own, (n + STAGES - 1) % STAGES, ws, us, ks, full)
         tile += heads
         low, high = warpgroup_mma_wait(0, [low, high])
     tma.store_wait(0)
@@ -278,7 +250,6 @@ def carry(
             STAGES=SLOTS,
             SEGMENTS=segments,
             REST=rest,
-            AHEAD=AHEAD,
             num_warps=WARPS,
         )
 
