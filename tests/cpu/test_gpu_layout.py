@@ -1,4 +1,4 @@
-"""A checkpoint read into the layout that a GPU's kernels take, without a GPU: nothing is computed."""
+"""Which kernels a GPU gets, and a checkpoint in the layout that they take, without a GPU: nothing is computed."""
 
 from __future__ import annotations
 
@@ -40,3 +40,17 @@ def test_experts_stay_as_stored_and_projections_are_filled_up(name: str, monkeyp
                 for e in range(net.geometry.moe.experts):
                     one = own.plain(e, torch.bfloat16) if isinstance(own, Mxfp4Weight) else own[e]
                     assert torch.equal(one, unpack(stacked[e]).view(one.shape))
+
+
+@pytest.mark.parametrize(("capability", "name"), [((8, 0), "torch"), ((9, 0), "triton"), ((10, 0), "torch")])
+def test_hopper_alone_gets_the_triton_set(
+    capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    gpu = torch.device("cuda")
+    chosen = select.select_kernels(gpu, torch.bfloat16)
+    assert chosen.name == name
+    assert (select.select_least_kept(gpu) is None) == (name == "torch")
+    if name == "torch":
+        assert f"compute capability 9.0, not {capability[0]}.{capability[1]}" in chosen.why

@@ -27,6 +27,9 @@ from k3stack.kernels.norm import cpu as norm
 from k3stack.kernels.precision import wide_dtype
 from k3stack.kernels.residual import cpu as residual
 
+HOPPER = 9
+"""Its compute capability."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
@@ -119,8 +122,10 @@ def why_not_triton(dtype: torch.dtype, geometry: ModelGeometry | None) -> str | 
         return "Triton is not installed"
     if dtype not in (torch.float32, torch.bfloat16):
         return f"the Triton kernels compute in float32 and bfloat16, not in {dtype}"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
-        return "the Triton kernels take instructions that a GPU has from Hopper on (compute capability 9.0)"
+    if torch.cuda.is_available() and (own := torch.cuda.get_device_capability())[0] != HOPPER:
+        # Those before it lack its copies and starts, those after it its matrix instructions of four warps.
+        given = f"compute capability {HOPPER}.0, not {own[0]}.{own[1]}"
+        return f"the Triton kernels are made of Hopper's instructions ({given})"
     if geometry is not None:
         sizes, latent = (geometry.kda.head_dim, geometry.mla.shared_dim), geometry.mla.kv_lora_rank
         if any(n < 16 or n & (n - 1) for n in sizes):
