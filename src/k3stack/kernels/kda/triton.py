@@ -11,6 +11,7 @@ from k3stack.kernels import launch as start
 from k3stack.kernels.launch import await_inputs
 from k3stack.kernels.linear.cuda import linear
 from k3stack.kernels.linear.triton import added_up
+from k3stack.kernels.sums import add_three, add_two
 
 L2_EPS = 1e-6
 WARPS, WARPS_ALONE = 4, 8
@@ -21,16 +22,6 @@ FUSED = 16
 """Rows up to which the second halves of low-rank projections are part of the step."""
 ALONE, AHEAD = 132, 264
 """Heads of all rows that have room on an H200 at once with their whole states, and with half of them."""
-
-
-@triton.jit
-def _add_two(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def _add_three(a, b, c, d, e, f):
-    return a + d, b + e, c + f
 
 
 @triton.jit
@@ -83,7 +74,7 @@ def _at_once(place, first, q, k, v, both, beta, decay, K: tl.constexpr, COLUMNS:
     kd = (k * decay)[:, None, None]
     qd = (q * decay)[:, None, None]
     s = first.to(tl.float32)
-    by_k, by_q = tl.reduce((s * kd, s * qd), 0, _add_two)
+    by_k, by_q = tl.reduce((s * kd, s * qd), 0, add_two)
     d = beta * (tl.reshape(v, [K // COLUMNS, COLUMNS]) - by_k)
     o = tl.reshape(by_q + both * d, [K])
     s = s * decay[:, None, None] + k[:, None, None] * d[None, :, :]
@@ -184,7 +175,7 @@ def _decode_kernel(
     _move_on(windows, q_rows, at, 3 * width, TAPS, ROWS)
     _move_on(windows, k_rows, width + at, 3 * width, TAPS, ROWS)
     _move_on(windows, v_rows, 2 * width + at, 3 * width, TAPS, ROWS)
-    q_square, k_square, both = tl.reduce((q * q, k * k, q * k), 0, _add_three)
+    q_square, k_square, both = tl.reduce((q * q, k * k, q * k), 0, add_three)
     q_factor = tl.rsqrt(q_square + l2_eps) * scale
     k_factor = tl.rsqrt(k_square + l2_eps)
     q, k, both = q * q_factor, k * k_factor, both * (q_factor * k_factor)

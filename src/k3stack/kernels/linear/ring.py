@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from k3stack.kernels import launch as start
+from k3stack.kernels.launch import await_inputs
 
 PANEL = 64
 """Columns that shared memory holds side by side; a tile is of several such panels."""
@@ -96,16 +97,6 @@ def _tile_bytes(tokens: int, panels: int) -> int:
 def _rows_of(tokens: int) -> int:
     """Rows of the tokens' tiles."""
     return max(8, start.next_power_of_two(tokens))
-
-
-@gluon.jit
-def _await_inputs(PDL: gl.constexpr):
-    """As ``launch.await_inputs``."""
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
 
 
 @gluon.jit
@@ -185,7 +176,7 @@ def _ring_kernel(
     gl.thread_barrier()
     for i in range(gl.minimum(EARLY, n)):
         _send_for_weights(w, w2, first, begin + i * DEEP, panels, w_ring, full, i, ROWS, BT, DEEP, TWO)
-    _await_inputs(PDL)
+    await_inputs(PDL)
     for i in range(gl.minimum(EARLY, n)):
         _send_for(x, x2, 0, begin + i * DEEP, panels, x_ring, full, i, BT, DEEP, TWO)
     for i in range(EARLY, gl.minimum(TILES, n)):

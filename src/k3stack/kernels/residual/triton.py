@@ -11,6 +11,7 @@ from torch import Tensor
 
 from k3stack.kernels import launch as start
 from k3stack.kernels.launch import await_inputs, let_come, next_power_of_two
+from k3stack.kernels.sums import add_three, add_two
 
 WARPS = 16
 MANY = 1024
@@ -24,19 +25,9 @@ NOTHING, ADD, REPLACE = 0, 1, 2
 
 
 @triton.jit
-def _add_both(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def _add_three(a, b, c, d, e, f):
-    return a + d, b + e, c + f
-
-
-@triton.jit
 def _take_in(r, w, best, total, acc, width, eps):
     """One more row ``r`` in the running softmax of scores: best score, sum of weights, weighted sum of rows."""
-    product, square = tl.reduce((r * w, r * r), 0, _add_both)
+    product, square = tl.reduce((r * w, r * r), 0, add_two)
     s = product * tl.rsqrt(square / width + eps)
     top = tl.maximum(best, s)
     old = tl.exp(best - top)
@@ -94,7 +85,7 @@ def _mix_kernel(
         change = tl.load(y + token * width + at, mask=mask, other=0.0).to(tl.float32)
         r = (change + r if CHANGE == 1 else change).to(coming.dtype).to(tl.float32)
         tl.store(rows + (count - 1) * width + at, r.to(coming.dtype), mask=mask)
-    product, square, both = tl.reduce((r * w, r * r, acc * r), 0, _add_three)
+    product, square, both = tl.reduce((r * w, r * r, acc * r), 0, add_three)
     s = product * tl.rsqrt(square / width + eps)
     top = tl.maximum(best, s)
     old = tl.exp(best - top)
@@ -132,7 +123,7 @@ def _mix_many_kernel(
         value = other
         tl.store(last + at, value, mask=mask)
     acc = value.to(tl.float32)
-    product, square = tl.reduce((acc * w, acc * acc), 0, _add_both)
+    product, square = tl.reduce((acc * w, acc * acc), 0, add_two)
     best = product * tl.rsqrt(square / width + eps)
     total = best * 0 + 1
     for j in tl.range(0, count - 1, num_stages=STAGES):
