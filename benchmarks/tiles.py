@@ -88,7 +88,7 @@ def experts(given: tuple[Tensor, ...], w13: Mxfp4Weight, w2: Mxfp4Weight, shape:
         return triton_units.result_of_one(x, w13, w2, ACT, (ids, share, 0), shape)
     else:
         groups = moe.group(ids, EXPERTS, 0, True)
-        results = triton_units.results(x, w13, w2, ACT, groups, TOP_K, shape, choices=(ids, 0))
+        results = triton_units.results(x, w13, w2, ACT, groups, (ids, 0), shape)
     return moe.add_up(results, ids, share, 0, EXPERTS)
 
 

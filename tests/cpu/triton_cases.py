@@ -230,6 +230,9 @@ def experts_packed() -> None:
         ids, weights = ints(tokens, 16), m(tokens, 16, dtype=F32)
         w13, w2 = packed(56, 6144, 3584), packed(56, 3584, 3072)
         moe.experts(m(tokens, 3584), ids, weights, w13, w2, glu("situ"), 56, 896)
+    # A rank of 32: its experts in use are bits of one word.
+    w13, w2 = packed(28, 6144, 3584), packed(28, 3584, 3072)
+    moe.experts(m(64, 3584), ints(64, 16), m(64, 16, dtype=F32), w13, w2, glu("situ"), 28, 896)
     for tokens in (4, 512):
         w13, w2 = packed(8, 192, 160, False), packed(8, 160, 96, False)
         moe.experts(m(tokens, 160), ints(tokens, 2), m(tokens, 2, dtype=F32), w13, w2, glu("situ"))

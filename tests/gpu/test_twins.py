@@ -195,6 +195,13 @@ def test_products_that_others_add_up(dtype: torch.dtype, tokens: int, rows: int,
     same(parts.sum(0), x.float() @ w.float().T, torch.float32)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="no other products are chosen there")
+def test_products_of_no_tokens(dtype: torch.dtype) -> None:
+    x, w = draw(0, 7168, dtype=dtype), draw(512, 7168, dtype=dtype)
+    assert linear_cuda.linear(x, w).shape == (0, 512)
+    assert linear_cuda.linear_apart(x, w) is None
+
+
 def kda_inputs(rows: int, heads: int, k: int, dtype: torch.dtype) -> dict[str, Tensor]:
     p = heads * k
     return {
@@ -576,7 +583,7 @@ def test_equal_scores_go_to_the_lower_expert(dtype: torch.dtype, experts: int, t
 
 @pytest.mark.parametrize(
     ("columns", "rows", "tokens", "way"),
-    [(1, 4, 9, "lists"), (2, 4, 1, "lists"), (2, 4, 9, "units"), (2, 4, 9, "early"), (4, 2, 1, "one")],
+    [(1, 4, 9, "lists"), (2, 4, 1, "lists"), (2, 4, 9, "units"), (4, 2, 1, "one")],
 )
 def test_experts_of_a_decode_step(
     dtype: torch.dtype, columns: int, rows: int, tokens: int, way: str, monkeypatch: pytest.MonkeyPatch
@@ -599,12 +606,11 @@ def test_experts_of_a_decode_step(
     if way == "one":
         mine = triton_units.result_of_one(x, w13, w2, act, (ids, weights, first), share, asm=asm)
     else:
-        groups = moe.group(ids, here, first, way in ("units", "early"))
-        choices = (ids, first) if way == "early" else None
+        groups = moe.group(ids, here, first, way == "units")
         warps = triton_decode.Warps(columns, rows, stages=2)
         each = (
-            triton_units.results(x, w13, w2, act, groups, top_k, share, asm=asm, choices=choices)
-            if way in ("units", "early")
+            triton_units.results(x, w13, w2, act, groups, (ids, first), share, asm=asm)
+            if way == "units"
             else triton_decode.results(x, w13, w2, act, groups, top_k, (warps, warps), asm=asm)
         )
         mine = moe.add_up(each, ids, weights, first, here)

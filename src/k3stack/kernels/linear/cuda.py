@@ -56,7 +56,8 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _streams(x: Tensor) -> bool:
-    return x.dtype == torch.bfloat16 and x.is_cuda and x.shape[0] <= skinny.MOST_TOKENS and x.stride(1) == 1
+    few = 0 < x.shape[0] <= skinny.MOST_TOKENS
+    return few and x.dtype == torch.bfloat16 and x.is_cuda and x.stride(1) == 1
 
 
 def _streamed(

@@ -206,7 +206,7 @@ def experts(
         thin = mean <= THIN and w13.shape[0] <= HELD
         groups = group(ids, w13.shape[0], first, thin)
         if thin:
-            results = triton_units.results(x, w13, w2, activation, groups, top_k, choices=(ids, first))
+            results = triton_units.results(x, w13, w2, activation, groups, (ids, first))
         else:
             results = triton_decode.results(x, w13, w2, activation, groups, top_k, triton_decode.SOME)
     else:

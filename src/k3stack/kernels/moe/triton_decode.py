@@ -46,7 +46,7 @@ class Warps:
 SOME = (Warps(1, 4, 2, registers=96), Warps(1, 4, 2, registers=96))
 """Of the product into the experts and the one out of them (``benchmarks.tiles``)."""
 
-_STAGE = tl.constexpr(4 * 512 + 2 * 64)
+STAGE_BYTES = tl.constexpr(4 * 512 + 2 * 64)
 """Bytes of one stage of a warp: 16 a thread for two rows of two strips, and two scales of each."""
 # Every thread copies the codes that it will take itself, and half a warp each strip's scales.
 _COPY = tl.constexpr("""
@@ -105,12 +105,12 @@ mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {p2, r2, p
 
 
 @triton.jit
-def _four(words, at):
+def four_words(words, at):
     return tl.load(words + at), tl.load(words + at + 1), tl.load(words + at + 2), tl.load(words + at + 3)
 
 
 @triton.jit
-def _room(thread, ROOM: tl.constexpr, ASM: tl.constexpr):
+def room_of(thread, ROOM: tl.constexpr, ASM: tl.constexpr):
     """Where this program's shared memory for tiles begins."""
     if ASM:
         return tl.inline_asm_elementwise(ROOM, "=r,r", [thread], dtype=tl.int32, is_pure=True, pack=1)
@@ -119,7 +119,7 @@ def _room(thread, ROOM: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _copy(place, codes_a, codes_b, scales, live, lane):
+def copy_tile(place, codes_a, codes_b, scales, live, lane):
     """Start copying a thread's part of a tile of each strip to ``place`` in shared memory, where ``live``: 16 bytes of
     codes from here and 512 on, and four of ``scales``."""
     tl.inline_asm_elementwise(
@@ -136,7 +136,7 @@ def _copy(place, codes_a, codes_b, scales, live, lane):
 
 
 @triton.jit
-def _take(place, lane, LEFT: tl.constexpr):
+def take_tile(place, lane, LEFT: tl.constexpr):
     """Wait for the oldest stage; ``LEFT`` (to 3) may still be under way. Of each strip: eight words (four of row r,
     four of row r + 8); then both's scales."""
     WAIT: tl.constexpr = (
@@ -159,7 +159,7 @@ def _take(place, lane, LEFT: tl.constexpr):
 
 
 @triton.jit
-def _activations(x, there, ASM: tl.constexpr, TURN: tl.constexpr = False):
+def activations(x, there, ASM: tl.constexpr, TURN: tl.constexpr = False):
     """32 bfloat16 values of neighbouring columns a thread, as 16 pairs; any where no token is ``there``: loads of few
     tokens take the first-level cache less time. TURN: four neighbouring threads have eight of them in turn."""
     LOAD: tl.constexpr = _IN_TURN if TURN else _IN_ROW
@@ -174,7 +174,7 @@ def _activations(x, there, ASM: tl.constexpr, TURN: tl.constexpr = False):
             pack=1,
         )
     else:
-        return _four(x, 0) + _four(x, APART) + _four(x, 2 * APART) + _four(x, 3 * APART)
+        return four_words(x, 0) + four_words(x, APART) + four_words(x, 2 * APART) + four_words(x, 3 * APART)
 
 
 @triton.jit
@@ -230,7 +230,7 @@ def _word(a, b, fa, fb, x0, x1, x2, x3, c, PER: tl.constexpr, ASM: tl.constexpr)
 
 
 @triton.jit
-def _tile(w, I: tl.constexpr, scales, live, x, c, PER: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr):
+def add_tile(w, I: tl.constexpr, scales, live, x, c, PER: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr):
     """Add the products of the tile at ``w[I]`` to a thread's four sums. scales: the bytes of rows r and r + 8 (see
     SHIFT), and others above them."""
     fa = (scales & 255) * 0x00800080 + (126 - SHIFT) * 0x00800080
@@ -252,8 +252,8 @@ def _sums(
     STAGES: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """A thread's sums over its warp's tiles of the strips ``first`` and ``second``, times tokens. x: int32 pointers to
-    the thread's token, if one is ``there``; packed, scale: int32 and int16 pointers to the expert; room: of ``_room``.
-    WAIT: x is another kernel's result."""
+    the thread's token, if one is ``there``; packed, scale: int32 and int16 pointers to the expert; room: see
+    ``room_of``. WAIT: x is another kernel's result."""
     kw = thread // 32 % KW
     lane = thread % 32
     codes_a = packed + first * (tiles * 256) + lane * 4
@@ -266,11 +266,11 @@ def _sums(
     c = (zero, zero, zero, zero)
     d = (zero, zero, zero, zero)
     if ASM:
-        place = room + thread // 32 * (STAGES * _STAGE)
+        place = room + thread // 32 * (STAGES * STAGE_BYTES)
         for i in tl.static_range(STAGES - 1):
             at = kw + i * KW
-            _copy(
-                place + i * _STAGE, codes_a + at * 256, codes_b + at * 256, scales_a + at * 32, at < tiles, lane,
+            copy_tile(
+                place + i * STAGE_BYTES, codes_a + at * 256, codes_b + at * 256, scales_a + at * 32, at < tiles, lane,
             )  # fmt: skip
     await_inputs(WAIT)
     x += thread % 4 * 16
@@ -281,29 +281,29 @@ def _sums(
         if not EVEN:
             now = tl.minimum(now, tiles - 1)
         if ASM:
-            w = _take(place + slot * _STAGE, lane, STAGES - 2)
+            w = take_tile(place + slot * STAGE_BYTES, lane, STAGES - 2)
             of_a = w[16]
             of_b = w[17]
             next_slot = slot + (STAGES - 1)
             next_slot = tl.where(next_slot >= STAGES, next_slot - STAGES, next_slot)
             at = step + kw + (STAGES - 1) * KW
-            _copy(
-                place + next_slot * _STAGE, codes_a + at * 256, codes_b + at * 256, scales_a + at * 32,
+            copy_tile(
+                place + next_slot * STAGE_BYTES, codes_a + at * 256, codes_b + at * 256, scales_a + at * 32,
                 at < tiles, lane,
             )  # fmt: skip
             slot = tl.where(slot == STAGES - 1, 0, slot + 1)
         else:
             w = (
-                _four(codes_a + now * 256, 0)
-                + _four(codes_a + now * 256, 128)
-                + _four(codes_b + now * 256, 0)
-                + _four(codes_b + now * 256, 128)
+                four_words(codes_a + now * 256, 0)
+                + four_words(codes_a + now * 256, 128)
+                + four_words(codes_b + now * 256, 0)
+                + four_words(codes_b + now * 256, 128)
             )
             of_a = tl.load(scales_a + now * 32).to(tl.int32)
             of_b = tl.load(scales_b + now * 32).to(tl.int32)
-        own = _activations(x + now * 64, there, ASM)
-        c = _tile(w, 0, of_a, live, own, c, PER, EVEN, ASM)
-        d = _tile(w, 8, of_b, live, own, d, PER, EVEN, ASM)
+        own = activations(x + now * 64, there, ASM)
+        c = add_tile(w, 0, of_a, live, own, c, PER, EVEN, ASM)
+        d = add_tile(w, 8, of_b, live, own, d, PER, EVEN, ASM)
     return c, d
 
 
@@ -334,7 +334,7 @@ def _in_kernel(
     packed += expert * 2 * inner * (width // 8)
     scale += expert * 2 * inner * (width // 64)
     thread = tl.arange(0, 32 * KW * RW)
-    room = _room(thread, ROOM, ASM)
+    room = room_of(thread, ROOM, ASM)
     strip = tl.program_id(0) * RW + thread // 32 // KW
     # Results: threads of the warps that remain once those that shared rows are added up.
     end = tl.arange(0, 32 * RW)
@@ -374,7 +374,7 @@ def _out_kernel(
     packed += expert * width * (inner // 8)
     scale += expert * width * (inner // 64)
     thread = tl.arange(0, 32 * KW * RW)
-    room = _room(thread, ROOM, ASM)
+    room = room_of(thread, ROOM, ASM)
     strip = (tl.program_id(0) * RW + thread // 32 // KW) * 2
     end = tl.arange(0, 32 * RW)
     n = (tl.program_id(0) * RW + end // 32) * 32 + end % 32 // 4
@@ -423,7 +423,7 @@ def results(
     start.launch(
         _in_kernel,
         (inner // (TILE * w.rows), count),
-        *(pairs, *_parts(w13), *groups, hidden, pairs.stride(0), width),
+        *(pairs, *words_of(w13), *groups, hidden, pairs.stride(0), width),
         *(inner, tokens, activation.beta, activation.linear_beta, factor),
         TOPK=top_k,
         SITU=activation.kind == "situ",
@@ -434,18 +434,18 @@ def results(
     start.launch(
         _out_kernel,
         (width // (2 * TILE * w.rows), count),
-        *(hidden.view(torch.int32), *_parts(w2), *groups, out, inner, width, tokens, factor),
+        *(hidden.view(torch.int32), *words_of(w2), *groups, out, inner, width, tokens, factor),
         **_options(w, inner, asm),
     )
     return out
 
 
-def _parts(w: Mxfp4Weight) -> tuple[Tensor, Tensor]:
+def words_of(w: Mxfp4Weight) -> tuple[Tensor, Tensor]:
     return w.packed.view(torch.int32), w.scale.view(torch.int16)
 
 
 def _options(w: Warps, width: int, asm: bool) -> dict[str, Any]:
-    room = w.columns * w.rows * w.stages * _STAGE.value
+    room = w.columns * w.rows * w.stages * STAGE_BYTES.value
     return {
         "KW": w.columns,
         "RW": w.rows,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from k3stack.kernels.moe.triton_decode import _STAGE, _activations, _copy, _four, _take, _tile
+from k3stack.kernels.moe.triton_decode import STAGE_BYTES, activations, add_tile, copy_tile, four_words, take_tile
 
 # A program's first thread draws a unit, without waiting for it; what it drew is another register of the first thread
 # until it is published.
@@ -34,8 +34,8 @@ _PUBLISHED = tl.constexpr("ld.shared.b32 $0, [$1];")
 
 
 @triton.jit
-def _draw(counter, wanted, ASM: tl.constexpr):
-    """Draw a unit where one is ``wanted``: for ``_publish`` alone."""
+def draw(counter, wanted, ASM: tl.constexpr):
+    """Draw a unit where one is ``wanted``: for ``publish`` alone."""
     if ASM:
         return tl.inline_asm_elementwise(
             _DRAW, "=&r,l,r", [counter.to(tl.int64), wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
@@ -45,14 +45,14 @@ def _draw(counter, wanted, ASM: tl.constexpr):
 
 
 @triton.jit
-def _publish(note, drawn, ASM: tl.constexpr):
+def publish(note, drawn, ASM: tl.constexpr):
     """Leave at ``note`` in shared memory what was drawn; others may read it once they have met."""
     if ASM:
         tl.inline_asm_elementwise(_PUBLISH, "=r,r,r", [note, drawn], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def _published(note, drawn, ASM: tl.constexpr):
+def published(note, drawn, ASM: tl.constexpr):
     if ASM:
         return tl.inline_asm_elementwise(_PUBLISHED, "=r,r", [note], dtype=tl.int32, is_pure=False, pack=1)
     else:
@@ -66,22 +66,22 @@ def _ahead(place, packed, scale, tile, gap, live, lane):
     b = (tile + gap).to(tl.int64)
     # Copies are of four bytes at least: half a warp has a strip's scales.
     scales = scale + tl.where(lane < 16, a, b) * 32 + lane % 16 * 2
-    _copy(place, packed + (a * 256 + lane * 4), packed + (b * 256 + lane * 4), scales, live, lane)
+    copy_tile(place, packed + (a * 256 + lane * 4), packed + (b * 256 + lane * 4), scales, live, lane)
 
 
 @triton.jit
-def _begin(
+def begin_unit(
     place, packed, scale, tile, gap, tiles, live, thread, KW: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr
 ):
     """Start copying the first tiles of a unit's strips."""
     if ASM:
         for i in tl.static_range(STAGES):
             inside = live & (thread // 32 % KW + i * KW < tiles)
-            _ahead(place + i * _STAGE, packed, scale, tile + i * KW, gap, inside, thread % 32)
+            _ahead(place + i * STAGE_BYTES, packed, scale, tile + i * KW, gap, inside, thread % 32)
 
 
 @triton.jit
-def _sums(
+def sums_of_unit(
     x, there, packed, scale, tile, gap, tiles, after, more, place, slot, thread,
     KW: tl.constexpr, PER: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
     TURN: tl.constexpr,
@@ -89,7 +89,7 @@ def _sums(
     """A thread's sums over its warp's tiles of two strips, times tokens; then the next slot. x: int32 pointers to the
     thread's token, if one is ``there``; tile: the warp's first of one strip, ``gap`` before that of the other; after:
     the same of the next unit, if there are ``more``, whose first tiles are on their way at the end; place: the warp's
-    room, where the first tiles are at ``slot``. TURN: see ``_activations``."""
+    room, where the first tiles are at ``slot``. TURN: see ``activations``."""
     kw = thread // 32 % KW
     lane = thread % 32
     zero = thread.to(tl.float32) * 0.0
@@ -98,32 +98,37 @@ def _sums(
     x += thread % 4 * (4 if TURN else 16)
     all_of_them = tl.cdiv(tiles, KW) * KW
     # Activations are asked for a step before they are needed.
-    values = _activations(x + tl.minimum(kw, tiles - 1) * 64, there, ASM, TURN)
+    values = activations(x + tl.minimum(kw, tiles - 1) * 64, there, ASM, TURN)
     for step in tl.range(0, tiles, KW):
         now = step + kw
         live = now < tiles
         if not EVEN:
             now = tl.minimum(now, tiles - 1)
         if ASM:
-            w = _take(place + slot * _STAGE, lane, STAGES - 1)
+            w = take_tile(place + slot * STAGE_BYTES, lane, STAGES - 1)
             of_a = w[16]
             of_b = w[17]
         else:
             a = (tile + now - kw).to(tl.int64)
             b = (tile + now - kw + gap).to(tl.int64)
             codes = packed + a * 256 + lane * 4
-            w = _four(codes, 0) + _four(codes, 128) + _four(codes + gap * 256, 0) + _four(codes + gap * 256, 128)
+            w = (
+                four_words(codes, 0)
+                + four_words(codes, 128)
+                + four_words(codes + gap * 256, 0)
+                + four_words(codes + gap * 256, 128)
+            )
             of_a = tl.load(scale + a * 32 + lane).to(tl.int32)
             of_b = tl.load(scale + b * 32 + lane).to(tl.int32)
-        coming = _activations(x + tl.minimum(now + KW, tiles - 1) * 64, there, ASM, TURN)
-        c = _tile(w, 0, of_a, live, values, c, PER, EVEN, ASM)
-        d = _tile(w, 8, of_b, live, values, d, PER, EVEN, ASM)
+        coming = activations(x + tl.minimum(now + KW, tiles - 1) * 64, there, ASM, TURN)
+        c = add_tile(w, 0, of_a, live, values, c, PER, EVEN, ASM)
+        d = add_tile(w, 8, of_b, live, values, d, PER, EVEN, ASM)
         if ASM:
             ahead = step + STAGES * KW
             over = ahead >= all_of_them
             ahead = tl.where(over, ahead - all_of_them, ahead)
             inside = (ahead + kw < tiles) & (more | (ahead > step))
-            _ahead(place + slot * _STAGE, packed, scale, tl.where(over, after, tile) + ahead, gap, inside, lane)
+            _ahead(place + slot * STAGE_BYTES, packed, scale, tl.where(over, after, tile) + ahead, gap, inside, lane)
             slot = tl.where(slot == STAGES - 1, 0, slot + 1)
         values = coming
     return c, d, slot
@@ -142,8 +147,8 @@ def _of_four(v, i):
 
 
 @triton.jit
-def _together(c, d, room, thread, KW: tl.constexpr, RW: tl.constexpr, ASM: tl.constexpr, ADD: tl.constexpr):
-    """Sums of the warps that share rows: of each strip as many of a thread's four as ``_place`` says."""
+def together(c, d, room, thread, KW: tl.constexpr, RW: tl.constexpr, ASM: tl.constexpr, ADD: tl.constexpr):
+    """Sums of the warps that share rows: of each strip as many of a thread's four as ``place_of_sum`` says."""
     kw = thread // 32 % KW
     if ASM:
         to = room + thread * 4
@@ -172,8 +177,8 @@ def _together(c, d, room, thread, KW: tl.constexpr, RW: tl.constexpr, ASM: tl.co
 
 
 @triton.jit
-def _place(thread, J: tl.constexpr, KW: tl.constexpr):
-    """Of a thread's ``J``-th sums of ``_together``: row of the strip, token of the eight, and whether it is to store
+def place_of_sum(thread, J: tl.constexpr, KW: tl.constexpr):
+    """Of a thread's ``J``-th sums of ``together``: row of the strip, token of the eight, and whether it is to store
     them (other warps have the same where more than four share rows)."""
     i = thread // 32 % KW % 4 + J * KW
     return thread % 32 // 4 + i // 2 * 8, thread % 4 * 2 + i % 2, thread // 32 % KW < 4

@@ -21,17 +21,17 @@ from k3stack.kernels import launch as start
 from k3stack.kernels.activation.glu import Glu
 from k3stack.kernels.activation.triton import glu
 from k3stack.kernels.launch import await_inputs
-from k3stack.kernels.moe.triton_decode import _STAGE, TILE, _room
+from k3stack.kernels.moe.triton_decode import STAGE_BYTES, TILE, room_of, words_of
 from k3stack.kernels.moe.triton_group import GROUPED, bits_set, in_use, place_of
 from k3stack.kernels.moe.triton_strips import (
-    _begin,
-    _draw,
-    _place,
-    _publish,
-    _published,
-    _sums,
-    _together,
     adding,
+    begin_unit,
+    draw,
+    place_of_sum,
+    publish,
+    published,
+    sums_of_unit,
+    together,
 )
 from k3stack.kernels.mxfp4.tiles import COLUMNS
 from k3stack.kernels.mxfp4.triton import SHIFT
@@ -118,31 +118,32 @@ def _in_turn(c):
 @triton.jit
 def _in_kernel(
     x, packed, scale, lists, counts, ids, first, total, out, x_row, width, inner, capacity, experts,
-    beta, linear_beta, factor, EARLY: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
+    beta, linear_beta, factor, BLOCK: tl.constexpr, WORDS: tl.constexpr,
     TOPK: tl.constexpr, KEPT: tl.constexpr, SITU: tl.constexpr, LONE: tl.constexpr, UNITS: tl.constexpr,
     KW: tl.constexpr, RW: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, ROOM: tl.constexpr, ADD: tl.constexpr,
     STAGES: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """16 RW inner columns (gate and up, then the activation) of an expert's tokens, 8 at a time, are a unit."""
-    if EARLY:
-        u, by, end, expert = _first_share(ids, first, total, experts, UNITS, BLOCK, WORDS)
-        chosen = 0
-        order = 0
-    else:
+    """16 RW inner columns (gate and up, then the activation) of an expert's tokens, 8 at a time, are a unit. But for
+    LONE the first weights are on their way before the lists are there."""
+    if LONE:
         await_inputs(PDL)
         u, by, end, chosen, order = _share(lists, counts, experts, UNITS, TOPK, KEPT, LONE)
         expert, count, choice = _expert(u // UNITS, u < end, counts, experts, chosen, order, KEPT, LONE)
+    else:
+        u, by, end, expert = _first_share(ids, first, total, experts, UNITS, BLOCK, WORDS)
+        chosen = 0
+        order = 0
     tiles = width // 128
     gap = inner // 16 * tiles
     thread = tl.arange(0, 32 * KW * RW)
     row = thread // 32 // KW
-    room = _room(tl.program_id(0), ROOM, ASM)
-    place = room + thread // 32 * (STAGES * _STAGE)
-    scratch = room + KW * RW * STAGES * _STAGE
+    room = room_of(tl.program_id(0), ROOM, ASM)
+    place = room + thread // 32 * (STAGES * STAGE_BYTES)
+    scratch = room + KW * RW * STAGES * STAGE_BYTES
     note = scratch + KW * RW * 1024
     tile = (expert * (inner // 8) + u % UNITS * RW + row) * tiles + thread // 32 % KW
-    _begin(place, packed, scale, tile, gap, tiles, u < end, thread, KW, ASM, STAGES)
-    if EARLY:
+    begin_unit(place, packed, scale, tile, gap, tiles, u < end, thread, KW, ASM, STAGES)
+    if not LONE:
         await_inputs(PDL)
         count = tl.load(counts + expert, mask=u < end, other=0)
         choice = 0
@@ -154,7 +155,7 @@ def _in_kernel(
         again = m0 + 8 < count
         next_u = tl.where(again, u, v)
         more = next_u < end
-        drawn = 0 if LONE else _draw(counts + 2 * experts + 1, again == 0, ASM)
+        drawn = 0 if LONE else draw(counts + 2 * experts + 1, again == 0, ASM)
         next_expert, next_count, next_choice = _expert(
             next_u // UNITS, more, counts, experts, chosen, order, KEPT, LONE
         )
@@ -162,21 +163,21 @@ def _in_kernel(
         own = lists + expert.to(tl.int64) * capacity
         at = m0 + thread % 32 // 4
         pair = _choices(own, tl.minimum(at, count - 1), choice, LONE)
-        c, d, slot = _sums(
+        c, d, slot = sums_of_unit(
             x + (pair // TOPK).to(tl.int64) * x_row, at < count, packed, scale, tile, gap, tiles, after, more, place,
             slot, thread, KW, KW * RW, EVEN, ASM, STAGES, False,
         )  # fmt: skip
         if not LONE:
-            _publish(note + turn * 4, drawn, ASM)
-        c, d = _together(c, d, scratch, thread, KW, RW, ASM, ADD)
-        w = v + by if LONE else 2 * by + _published(note + turn * 4, drawn, ASM)
+            publish(note + turn * 4, drawn, ASM)
+        c, d = together(c, d, scratch, thread, KW, RW, ASM, ADD)
+        w = v + by if LONE else 2 * by + published(note + turn * 4, drawn, ASM)
         v = tl.where(again, v, w)
         turn = 1 - turn
         for j in tl.static_range(len(c)):
             # Rounded as the reference does.
             gate = (c[j] * factor).to(DTYPE).to(tl.float32)
             y = glu(gate, (d[j] * factor).to(DTYPE).to(tl.float32), beta, linear_beta, SITU)
-            n, token, mine = _place(thread, j, KW)
+            n, token, mine = place_of_sum(thread, j, KW)
             token += m0
             to = _choices(own, tl.minimum(token, count - 1), choice, LONE).to(tl.int64) * inner
             to += _in_turn((u % UNITS * RW + row) * 16 + n)
@@ -213,12 +214,12 @@ def _out_kernel(
     tiles = inner // 128
     thread = tl.arange(0, 32 * KW * RW)
     row = thread // 32 // KW
-    room = _room(tl.program_id(0), ROOM, ASM)
-    place = room + thread // 32 * (STAGES * _STAGE)
-    scratch = room + KW * RW * STAGES * _STAGE
+    room = room_of(tl.program_id(0), ROOM, ASM)
+    place = room + thread // 32 * (STAGES * STAGE_BYTES)
+    scratch = room + KW * RW * STAGES * STAGE_BYTES
     note = scratch + KW * RW * 1024
     tile = (expert * (width // 16) + (u % UNITS * RW + row) * 2) * tiles + thread // 32 % KW
-    _begin(place, packed, scale, tile, tiles, tiles, u < end, thread, KW, ASM, STAGES)
+    begin_unit(place, packed, scale, tile, tiles, tiles, u < end, thread, KW, ASM, STAGES)
     share = tl.load(weights + choice) if LONE else 0.0
     await_inputs(PDL)
     zero = thread.to(tl.float32) * 0.0
@@ -232,7 +233,7 @@ def _out_kernel(
         again = m0 + 8 < count
         next_u = tl.where(again, u, v)
         more = next_u < end
-        drawn = 0 if LONE else _draw(counts + 2 * experts + 2, again == 0, ASM)
+        drawn = 0 if LONE else draw(counts + 2 * experts + 2, again == 0, ASM)
         next_expert, next_count, next_choice = _expert(
             next_u // UNITS, more, counts, experts, chosen, order, KEPT, LONE
         )
@@ -241,18 +242,18 @@ def _out_kernel(
         own = lists + expert.to(tl.int64) * capacity
         at = m0 + thread % 32 // 4
         pair = _choices(own, tl.minimum(at, count - 1), choice, LONE)
-        c, d, slot = _sums(
+        c, d, slot = sums_of_unit(
             x + pair.to(tl.int64) * (inner // 2), at < count, packed, scale, tile, tiles, tiles, after, more, place,
             slot, thread, KW, KW * RW, EVEN, ASM, STAGES, True,
         )  # fmt: skip
         if not LONE:
-            _publish(note + turn * 4, drawn, ASM)
-        c, d = _together(c, d, scratch, thread, KW, RW, ASM, ADD)
-        w = v + by if LONE else 2 * by + _published(note + turn * 4, drawn, ASM)
+            publish(note + turn * 4, drawn, ASM)
+        c, d = together(c, d, scratch, thread, KW, RW, ASM, ADD)
+        w = v + by if LONE else 2 * by + published(note + turn * 4, drawn, ASM)
         v = tl.where(again, v, w)
         turn = 1 - turn
         for j in tl.static_range(len(c)):
-            n, token, mine = _place(thread, j, KW)
+            n, token, mine = place_of_sum(thread, j, KW)
             token += m0
             a = (c[j] * factor).to(out.dtype.element_ty)
             b = (d[j] * factor).to(out.dtype.element_ty)
@@ -270,7 +271,7 @@ def _out_kernel(
         u, expert, count, choice, tile = next_u, next_expert, next_count, next_choice, after
     if LONE:
         for j in tl.static_range(4 // KW if KW < 4 else 1):
-            n, token, mine = _place(thread, j, KW)
+            n, token, mine = place_of_sum(thread, j, KW)
             to = out + (tl.program_id(0) * RW + row) * 32 + n
             tl.store(to, total_a[j].to(out.dtype.element_ty), mask=(token == 0) & mine)
             tl.store(to + 16, total_b[j].to(out.dtype.element_ty), mask=(token == 0) & mine)
@@ -282,21 +283,20 @@ def results(
     w2: Mxfp4Weight,
     activation: Glu,
     groups: tuple[Tensor, Tensor],
-    top_k: int,
+    choices: tuple[Tensor, int],
     share: Share = SOME,
     *,
     asm: bool = True,
-    choices: tuple[Tensor, int] | None = None,
 ) -> Tensor:
     """Each choice's expert output [T top_k, L] in bfloat16; choices of experts elsewhere are left unwritten.
 
-    x bfloat16 [T, L] (rows may lie apart); weights in tiles; groups: of ``triton_group.group``, with the experts in
-    use. ``choices``, ids and the first expert here: the first weights are called for before the groups are there, for
-    at most HELD experts here. Strips that are no multiple of a program's are an error. ``asm`` False: the same
-    arithmetic without inline assembly (Triton's interpreter has none).
+    x bfloat16 [T, L] (rows may lie apart); weights in tiles of at most HELD experts; groups: of ``triton_group.group``,
+    with the experts in use, whose kernel came just before; choices: the ids int64 [T, top_k] that it was given, and the
+    first expert here. Strips that are no multiple of a program's are an error. ``asm`` False: the same arithmetic
+    without inline assembly (Triton's interpreter has none).
     """
-    out = torch.empty(x.shape[0] * top_k, x.shape[1], dtype=x.dtype, device=x.device)
-    _products(x, w13, w2, activation, groups, out, top_k, share, asm, choices)
+    out = torch.empty(choices[0].numel(), x.shape[1], dtype=x.dtype, device=x.device)
+    _products(x, w13, w2, activation, groups, choices, out, share, asm)
     return out
 
 
@@ -313,7 +313,8 @@ def result_of_one(
     """The weighted sum [1, L] of one token's choices that are here. choices: ids int64 and weights fp32 [1, top_k], and
     the first expert here; the rest as ``results`` has it."""
     out = torch.empty(1, x.shape[1], dtype=x.dtype, device=x.device)
-    _products(x, w13, w2, activation, choices, out, choices[0].shape[1], share, asm)
+    ids, weights, first = choices
+    _products(x, w13, w2, activation, weights, (ids, first), out, share, asm)
     return out
 
 
@@ -322,31 +323,28 @@ def _products(
     w13: Mxfp4Weight,
     w2: Mxfp4Weight,
     activation: Glu,
-    groups: tuple[Tensor, Tensor] | tuple[Tensor, Tensor, int],
+    groups: tuple[Tensor, Tensor] | Tensor,
+    choices: tuple[Tensor, int],
     out: Tensor,
-    top_k: int,
     share: Share,
     asm: bool,
-    choices: tuple[Tensor, int] | None = None,
 ) -> None:
-    """Both products into ``out``. groups: lists and counts, or ids, weights and the first expert here."""
-    tokens, width = x.shape
+    """Both products into ``out``. groups: lists and counts, or the weights of a single token's choices."""
+    (ids, first), width = choices, x.shape[1]
     count, double, _ = w13.shape
-    inner, lone = double // 2, len(groups) == 3
-    hidden = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=x.device)
+    inner, top_k, lone = double // 2, ids.shape[1], isinstance(groups, Tensor)
+    hidden = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
     # Two activations to a word.
     pairs = x.view(torch.int32)
     factor = 2.0**SHIFT.value
-    lists, weights, counts = groups[0], groups[1], groups[-1]
+    lists, counts, weights = (ids, first, groups) if isinstance(groups, Tensor) else (*groups, groups[1])
     common = {"TOPK": top_k, "KEPT": triton.next_power_of_2(top_k), "LONE": lone}
     programs = share.programs * MULTIPROCESSORS
-    ids, first = choices or (lists, 0)
     start.launch(
         _in_kernel,
         (inner // (TILE * share.rows) if lone else programs,),
-        *(pairs, *_parts(w13), lists, counts, ids, first, ids.numel(), hidden, pairs.stride(0), width),
+        *(pairs, *words_of(w13), lists, counts, ids, first, ids.numel(), hidden, pairs.stride(0), width),
         *(inner, lists.shape[1], count, activation.beta, activation.linear_beta, factor),
-        EARLY=choices is not None,
         BLOCK=min(GROUPED, triton.next_power_of_2(ids.numel())),
         WORDS=1 if count <= 32 else 2,
         SITU=activation.kind == "situ",
@@ -358,7 +356,7 @@ def _products(
     start.launch(
         _out_kernel,
         (width // (2 * TILE * share.rows) if lone else programs,),
-        *(hidden.view(torch.int32), *_parts(w2), lists, counts, weights, out, inner, width),
+        *(hidden.view(torch.int32), *words_of(w2), lists, counts, weights, out, inner, width),
         *(lists.shape[1], count, factor),
         UNITS=width // (2 * TILE * share.rows),
         **common,
@@ -366,17 +364,13 @@ def _products(
     )
 
 
-def _parts(w: Mxfp4Weight) -> tuple[Tensor, Tensor]:
-    return w.packed.view(torch.int32), w.scale.view(torch.int16)
-
-
 def _options(share: Share, width: int, asm: bool) -> dict[str, Any]:
     warps = share.columns * share.rows
     scratch = 32 * 32 * warps + NOTES
     # A unit's first tiles are copied while the unit before it is under way, no further ahead.
     stages = min(share.stages, triton.cdiv(width, COLUMNS * share.columns))
-    stages = min(stages, (STATIC - scratch) // (warps * _STAGE.value))
-    room = warps * stages * _STAGE.value + scratch
+    stages = min(stages, (STATIC - scratch) // (warps * STAGE_BYTES.value))
+    room = warps * stages * STAGE_BYTES.value + scratch
     return {
         "KW": share.columns,
         "RW": share.rows,
