@@ -8,6 +8,7 @@ import sys
 from k3stack.cli.arguments import Parser, print_json, say
 from k3stack.cli.load_arguments import (
     add_load_options,
+    check_outputs,
     compare_records,
     print_summary,
     read_spec,
@@ -33,6 +34,7 @@ def run(argv: list[str]) -> int:
         return 0
     if not args.base_url:
         raise UserError("--base-url is missing: where the server is, such as http://127.0.0.1:30000", param="base-url")
+    check_outputs(args)
     from k3stack.workload.bench import run_bench, run_sustained
     from k3stack.workload.client import ClientOptions
 

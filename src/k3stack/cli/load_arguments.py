@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,27 @@ def print_summary(summary: Mapping[str, Any], title: str) -> None:
     Console().print(table)
 
 
+def check_outputs(args: argparse.Namespace) -> None:
+    """Before a run of minutes: UserError where a file's folder is not there, or what is named is a folder."""
+    for option in ("records", "html"):
+        if path := getattr(args, option):
+            if Path(path).is_dir():
+                raise UserError(f"--{option} {path}: is a folder; name a file in it", param=option)
+            if not Path(path).absolute().parent.is_dir():
+                raise UserError(f"--{option} {path}: there is no folder {Path(path).parent}", param=option)
+    if args.png and Path(args.png).exists() and not Path(args.png).is_dir():
+        raise UserError(f"--png {args.png}: is a file; a folder is wanted", param="png")
+
+
+@contextmanager
+def writing(path: str, option: str) -> Iterator[None]:
+    """A file that cannot be written is the user's error, and names the option."""
+    try:
+        yield
+    except OSError as e:
+        raise UserError(f"--{option} {path}: {e.strerror or e}", param=option) from None
+
+
 def write_outputs(
     args: argparse.Namespace,
     title: str,
@@ -105,7 +127,8 @@ def write_outputs(
     from k3stack.workload.tables import summary_rows
 
     if args.records:
-        write_records(args.records, records, {"title": title, "summary": dict(summary)})
+        with writing(args.records, "records"):
+            write_records(args.records, records, {"title": title, "summary": dict(summary)})
         say(f"records: {args.records}")
     if not (args.png or args.html):
         return
@@ -117,13 +140,15 @@ def write_outputs(
         drawn.append(("Sustained rate", lambda: figures.sustained_figure({title: points}, target)))
     if args.png:
         folder = Path(args.png)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, draw in drawn:
-            figures.save_png(draw(), folder / (name.lower().replace(" ", "-") + ".png"))
+        with writing(args.png, "png"):
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, draw in drawn:
+                figures.save_png(draw(), folder / (name.lower().replace(" ", "-") + ".png"))
         say(f"figures: {folder}")
     if args.html:
         page = figures.html_report(title, summary_rows(summary), [(name, draw()) for name, draw in drawn])
-        Path(args.html).write_text(page)
+        with writing(args.html, "html"):
+            Path(args.html).write_text(page)
         say(f"report: {args.html}")
 
 

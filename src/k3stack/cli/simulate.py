@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from k3stack.cli.arguments import Parser, print_json, say
-from k3stack.cli.load_arguments import add_load_options, print_summary, read_spec, read_target, write_outputs
+from k3stack.cli.load_arguments import (
+    add_load_options,
+    check_outputs,
+    print_summary,
+    read_spec,
+    read_target,
+    write_outputs,
+    writing,
+)
 from k3stack.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,6 +44,7 @@ def run(argv: list[str]) -> int:
     names = args.compare.split(",") if args.compare else [args.scenario] if args.scenario else []
     if not names:
         raise UserError(f"--scenario is missing; shipped: {', '.join(scenario_names())}", param="scenario")
+    check_outputs(args)
     results = {name: _one(name, args) for name in names}
     if args.compare:
         return _print_comparison(results, args)
@@ -130,11 +139,13 @@ def _draw(results: Mapping[str, tuple[SimResult, list[Any]]], args: argparse.Nam
     target = read_target(args)
     if args.png:
         folder = Path(args.png)
-        folder.mkdir(parents=True, exist_ok=True)
-        figures.save_png(figures.sustained_figure(curves, target), folder / "comparison.png")
+        with writing(args.png, "png"):
+            folder.mkdir(parents=True, exist_ok=True)
+            figures.save_png(figures.sustained_figure(curves, target), folder / "comparison.png")
     if args.html:
         page = figures.html_report("Comparison", [], [("Sustained rate", figures.sustained_figure(curves, target))])
-        Path(args.html).write_text(page)
+        with writing(args.html, "html"):
+            Path(args.html).write_text(page)
 
 
 def _cell(value: Any) -> str:

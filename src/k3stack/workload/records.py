@@ -65,8 +65,11 @@ def write_records(path: str | Path, records: Iterable[Record], meta: dict[str, A
 
 
 def read_records(path: str | Path) -> tuple[list[Record], dict[str, Any]]:
-    """Read what ``write_records`` wrote; UserError names the line that is not a record."""
-    lines = Path(path).read_bytes().splitlines()
+    """Read what ``write_records`` wrote; UserError names the line that is not a record, or why the file is not read."""
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as e:
+        raise UserError(f"{path}: {e.strerror or e}", param="file") from None
     try:
         meta = msgspec.json.decode(lines[0]) if lines else {}
     except msgspec.DecodeError as e:

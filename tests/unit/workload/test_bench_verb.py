@@ -79,6 +79,12 @@ def test_a_client_that_was_the_bottleneck_reports_nothing(
         (["bench", "--base-url", "http://127.0.0.1:9"], "--rate"),
         (["bench", "--base-url", "http://127.0.0.1:9", "--rate", "1", "--duration", "3"], "is the server up"),
         (["bench", "--bese-url", "x"], "--base-url"),
+        (["bench", "--base-url", "http://127.0.0.1:9", "--rate", "1", "--records", "/nowhere/x"], "there is no folder"),
+        (["bench", "--base-url", "http://127.0.0.1:9", "--rate", "1", "--html", "/"], "is a folder"),
+        (["bench", "--base-url", "http://127.0.0.1:9", "--rate", "1", "--png", "/dev/null"], "a folder is wanted"),
+        (["bench", "--compare", "/nowhere/a", "/nowhere/b"], "/nowhere/a: No such file"),
+        (["simulate", "--scenario", "rack-a", "--rate", "1", "--html", "/nowhere/x"], "there is no folder"),
+        (["simulate", "--scenario", "rack-a", "--rate", "2", "--duration", "5", "--records", "/dev/full"], "No space"),
     ],
 )
 def test_wrong_use_exits_2(argv: list[str], needle: str, capsys: pytest.CaptureFixture[str]) -> None:
