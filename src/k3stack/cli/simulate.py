@@ -44,6 +44,10 @@ def run(argv: list[str]) -> int:
     names = args.compare.split(",") if args.compare else [args.scenario] if args.scenario else []
     if not names:
         raise UserError(f"--scenario is missing; shipped: {', '.join(scenario_names())}", param="scenario")
+    if args.compare and args.records:
+        raise UserError("--records is of one scenario: leave --compare out, and name it by --scenario", param="records")
+    if args.compare and (args.png or args.html) and not args.sustained:
+        raise UserError("a figure of a comparison needs --sustained", param="png")
     check_outputs(args)
     results = {name: _one(name, args) for name in names}
     if args.compare:
@@ -109,6 +113,8 @@ def _print_comparison(results: Mapping[str, tuple[SimResult, list[Any]]], args: 
 
     rows = compare({name: result.summary for name, (result, _) in results.items()})
     answer = explain(rows)
+    if args.png or args.html:
+        _draw(results, args)
     if args.json:
         print_json({"answer": answer, "scenarios": rows})
         return 0
@@ -123,8 +129,6 @@ def _print_comparison(results: Mapping[str, tuple[SimResult, list[Any]]], args: 
         table.add_row(field.replace("_", " "), *(_cell(row[field]) for row in rows))
     Console(file=sys.stdout).print(table)
     print(answer)
-    if args.png or args.html:
-        _draw(results, args)
     return 0
 
 
@@ -134,8 +138,6 @@ def _draw(results: Mapping[str, tuple[SimResult, list[Any]]], args: argparse.Nam
     from k3stack.workload import figures
 
     curves = {name: points for name, (_, points) in results.items() if points}
-    if not curves:
-        raise UserError("a figure of a comparison needs --sustained", param="png")
     target = read_target(args)
     if args.png:
         folder = Path(args.png)

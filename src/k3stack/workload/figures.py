@@ -87,7 +87,7 @@ def distribution_figure(records: Sequence[Record], target: Target) -> Any:
         ax.set(xlabel=label, ylabel="% of requests", ylim=(0, 102), xlim=(0, widest))
         beyond = sum(v > widest for v in ordered)
         if beyond:
-            ax.text(0.99, 0.90, f"{beyond} beyond", transform=ax.transAxes, ha="right", fontsize=8, color=MISS)
+            ax.text(0.99, 0.14, f"{beyond} beyond", transform=ax.transAxes, ha="right", fontsize=8, color=MISS)
         ax.legend(fontsize=8, frameon=False, loc="lower right")
     return figure
 

@@ -82,6 +82,8 @@ def test_a_client_that_was_the_bottleneck_reports_nothing(
         (["bench", "--base-url", "http://127.0.0.1:9", "--rate", "1", "--records", "/nowhere/x"], "there is no folder"),
         (["bench", "--base-url", "http://127.0.0.1:9", "--rate", "1", "--html", "/"], "is a folder"),
         (["bench", "--base-url", "http://127.0.0.1:9", "--rate", "1", "--png", "/dev/null"], "a folder is wanted"),
+        (["simulate", "--compare", "rack-a,rack-b", "--rate", "1", "--records", "x"], "leave --compare out"),
+        (["simulate", "--compare", "rack-a,rack-b", "--rate", "1", "--html", "x"], "needs --sustained"),
         (["bench", "--compare", "/nowhere/a", "/nowhere/b"], "/nowhere/a: No such file"),
         (["simulate", "--scenario", "rack-a", "--rate", "1", "--html", "/nowhere/x"], "there is no folder"),
         (["simulate", "--scenario", "rack-a", "--rate", "2", "--duration", "5", "--records", "/dev/full"], "No space"),
