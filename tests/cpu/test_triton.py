@@ -61,12 +61,13 @@ def test_descriptors_made_of_other_registers_are_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    "tests", ["test_twins.py", pytest.param("test_triton_network.py", marks=pytest.mark.slow, id="network")]
+    "tests", ["test_twins*.py", pytest.param("test_triton_network.py", marks=pytest.mark.slow, id="network")]
 )
 def test_kernels_agree_with_their_twins_under_the_interpreter(tests: str) -> None:
     # The interpreter replaces kernels where they are defined: it needs a process of its own.
+    files = sorted(map(str, (ROOT / "tests/gpu").glob(tests)))
     found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", f"tests/gpu/{tests}"],
+        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *files],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""},
         capture_output=True,

@@ -12,15 +12,14 @@ import torch
 
 from tests.cpu import harness
 
+INTERPRETABLE = ("test_twins", "test_triton_network")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if "tests/gpu/" in item.path.as_posix()]
     for item in here:
         item.add_marker(pytest.mark.gpu)
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1" and item.path.name in (
-            "test_twins.py",
-            "test_triton_network.py",
-        )
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1" and item.path.name.startswith(INTERPRETABLE)
         if not torch.cuda.is_available() and not interpreted:
             item.add_marker(pytest.mark.skip(reason="torch finds no GPU"))
 

@@ -1,4 +1,4 @@
-"""Products of some dozens of tokens: the copy engine fills a ring of tiles in shared memory, from which Hopper's matrix
+"""Products of at most 64 tokens: the copy engine fills a ring of tiles in shared memory, from which Hopper's matrix
 instructions take weights and tokens; the first weights are on their way before the tokens are there.
 
 Written in Gluon, Triton's lower language: in Triton's own the first copies would wait with the tokens.
