@@ -22,6 +22,8 @@ from k3stack.errors import BugError, UserError
 
 KEPT = 256
 """Compiled grammars that are kept."""
+FORCED = 256
+"""Tokens that a grammar may begin every output with, as far as a new one is followed to see that it can go on."""
 
 
 class _Wrapper:
@@ -76,6 +78,8 @@ class Grammars:
             source = llguidance.LLMatcher.grammar_from_lark(lark)
             found = llguidance.LLMatcher(self.tokenizer, source, log_level=0)
             problem = (found.get_error() or "").partition("\n")[0] if found.is_error() else ""
+            if not problem and _matches_nothing(found):
+                problem = "no text matches it"
         except BaseException as error:  # noqa: BLE001  a panic, or raised again
             raise UserError(f"the requested structure cannot be compiled: {as_error(error)}") from None
         if problem:
@@ -91,6 +95,15 @@ class Grammars:
         for i in ids:
             bits[i >> 3] |= 1 << (i & 7)
         return bytes(bits)
+
+
+def _matches_nothing(compiled: llguidance.LLMatcher) -> bool:
+    """Whether an output could not go on after the tokens that the grammar begins every output with."""
+    matcher = compiled.deep_copy()
+    matcher.try_consume_tokens(matcher.compute_ff_tokens()[:FORCED])
+    if not matcher.is_stopped():
+        matcher.compute_bitmask()
+    return bool(matcher.is_error())
 
 
 class GrammarSession:

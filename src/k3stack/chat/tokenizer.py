@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import binascii
 import codecs
-import json
 import re
 import threading
 from array import array
@@ -24,6 +23,7 @@ import tiktoken
 
 from k3stack.chat.control import MIN_SLOTS, SLOTS, ControlIds, control_ids, slot_names
 from k3stack.chat.jsontext import clean_text
+from k3stack.config.files import read_json
 from k3stack.config.geometry import ModelGeometry
 from k3stack.errors import CheckpointError, UserError
 
@@ -269,7 +269,7 @@ def _declared_names(file: Path) -> dict[int, str]:
     if not file.exists():
         return {}
     try:
-        declared = json.loads(file.read_text()).get("added_tokens_decoder", {})
+        declared = read_json(file, error=CheckpointError).get("added_tokens_decoder", {})
         return {int(i): str(entry["content"]) for i, entry in declared.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{file}: added_tokens_decoder is not a map of id to token: {e!r}") from None

@@ -5,10 +5,48 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from k3stack.config.options import did_you_mean
 from k3stack.errors import UserError
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """A converter for argparse: a whole number from ``low`` to ``high``."""
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text}; it must be from {low:,} to {high:,}")
+        return value
+
+    return convert
+
+
+def above(low: float, high: float, *, below: bool = False) -> Callable[[str], float]:
+    """A converter for argparse: a number above ``low`` and at most ``high`` (``below``: less than it)."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+        if not low < value <= high or (below and value == high):
+            raise argparse.ArgumentTypeError(
+                f"{text}; it must be above {low:g} and {'below' if below else 'at most'} {high:g}"
+            )
+        return value
+
+    return convert
+
+
+def from_zero(text: str) -> float:
+    """A converter for argparse: a finite number, 0 or more."""
+    return 0.0 if text.strip() in ("0", "0.0") else above(0, 1e9)(text)
 
 
 class Parser(argparse.ArgumentParser):

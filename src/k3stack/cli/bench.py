@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from k3stack.cli.arguments import Parser, print_json, say
+from k3stack.cli.arguments import Parser, above, from_zero, print_json, say, whole
 from k3stack.cli.load_arguments import (
     add_load_options,
     check_outputs,
@@ -47,6 +47,7 @@ def run(argv: list[str]) -> int:
         keep_token_times=args.token_times,
     )
     spec = read_spec(args)
+    check_outputs(args)
     more = {
         "gpus": args.gpus,
         "tokens_per_word": args.tokens_per_word,
@@ -80,10 +81,10 @@ def _parser() -> Parser:
     where.add_argument("--base-url", help="the server, such as http://127.0.0.1:30000")
     where.add_argument("--model", help="model name to send (default: the server's first)")
     where.add_argument("--api-key", help="bearer token (default: the environment's OPENAI_API_KEY)")
-    where.add_argument("--gpus", type=int, default=1, help="GPUs of the server, for figures per GPU")
-    where.add_argument("--temperature", type=float, help="sampling temperature (default: the server's)")
+    where.add_argument("--gpus", type=whole(1, 1_000_000), default=1, help="GPUs of the server, for figures per GPU")
+    where.add_argument("--temperature", type=from_zero, help="sampling temperature (default: the server's)")
     where.add_argument("--no-ignore-eos", action="store_true", help="let answers end where the model ends them")
-    where.add_argument("--tokens-per-word", type=float, help="skip the calibration of synthetic prompts")
+    where.add_argument("--tokens-per-word", type=above(0, 1e6), help="skip the calibration of synthetic prompts")
     where.add_argument("--token-times", action="store_true", help="keep the time of every token in the records")
     add_load_options(parser)
     parser.add_argument("--compare", nargs=2, metavar="FILE", help="compare two files of records; nothing is sent")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k3stack.cli.arguments import Parser, say
+from k3stack.cli.arguments import Parser, above, say, whole
+from k3stack.config.files import check_writable, writing
 from k3stack.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,26 +17,37 @@ if TYPE_CHECKING:
     from k3stack.workload.sustained import Point
     from k3stack.workload.target import Target
 
+MAX_REQUESTS = 1_000_000
+"""Requests of one run: each is kept until its end, for the summary."""
+MAX_TOKENS = 4_194_304
+"""Of a prompt or an answer: four times the longest context of the models served here."""
+
 
 def add_load_options(parser: Parser) -> None:
     """Workload, load, lengths, target, output."""
     load = parser.add_argument_group("load")
     load.add_argument("--workload", default="fresh", help="fresh, long, interference, or a trace file (default: fresh)")
-    load.add_argument("--rate", type=float, help="requests a second (open loop)")
-    load.add_argument("--concurrency", type=int, help="requests at a time (closed loop); interference: the streams")
-    load.add_argument("--requests", type=int, help="how many requests in all, instead of --duration")
-    load.add_argument("--duration", type=float, default=240.0, help="seconds of arrivals (default: 240)")
-    load.add_argument("--arrivals", choices=("poisson", "constant", "bursty"), default="poisson")
-    load.add_argument("--input-len", type=int, help="prompt tokens of every request (long: of the history)")
-    load.add_argument("--output-len", type=int, help="answer tokens of every request")
-    load.add_argument("--answer-mean", type=float, help="mean answer length of fresh (default: 264)")
-    load.add_argument("--turns", type=int, help="turns a session of long (default: 4)")
-    load.add_argument("--time-scale", type=float, default=1.0, help="replay a trace so many times as fast")
-    load.add_argument("--seed", type=int, default=0)
+    load.add_argument("--rate", type=above(0, 1e6), help="requests a second (open loop)")
+    load.add_argument(
+        "--concurrency", type=whole(1, 100_000), help="requests at a time (closed loop); interference: the streams"
+    )
+    load.add_argument("--requests", type=whole(1, MAX_REQUESTS), help="how many requests in all, instead of --duration")
+    load.add_argument("--duration", type=above(0, 1e9), help="seconds of arrivals (default: 240)")
+    load.add_argument("--arrivals", choices=("poisson", "constant", "bursty"), help="default: poisson")
+    load.add_argument(
+        "--input-len", type=whole(1, MAX_TOKENS), help="prompt tokens of every request (long: of the history)"
+    )
+    load.add_argument("--output-len", type=whole(1, MAX_TOKENS), help="answer tokens of every request")
+    load.add_argument("--answer-mean", type=above(0, MAX_TOKENS), help="mean answer length of fresh (default: 264)")
+    load.add_argument("--turns", type=whole(1, 10_000), help="turns a session of long (default: 4)")
+    load.add_argument("--time-scale", type=above(0, 1e9), help="replay a trace so many times as fast (default: 1)")
+    load.add_argument("--seed", type=whole(0, 2**63 - 1), default=0)
     goal = parser.add_argument_group("target")
-    goal.add_argument("--ttft", type=float, default=2.0, help="seconds to the first token (default: 2)")
-    goal.add_argument("--tpot", type=float, default=25.0, help="milliseconds a token after it (default: 25)")
-    goal.add_argument("--share", type=float, default=0.95, help="share a sustained rate must keep (default: 0.95)")
+    goal.add_argument("--ttft", type=above(0, 1e9), default=2.0, help="seconds to the first token (default: 2)")
+    goal.add_argument("--tpot", type=above(0, 1e12), default=25.0, help="milliseconds a token after it (default: 25)")
+    goal.add_argument(
+        "--share", type=above(0, 1, below=True), default=0.95, help="share a sustained rate must keep (default: 0.95)"
+    )
     goal.add_argument("--sustained", action="store_true", help="search the highest rate that keeps the share")
     out = parser.add_argument_group("output")
     out.add_argument(
@@ -55,20 +66,46 @@ def read_spec(args: argparse.Namespace) -> WorkloadSpec:
         raise UserError(
             f"workload {args.workload}: give --rate (open loop) or --concurrency (closed loop)", param="rate"
         )
+    _refuse_unused(args)
     return WorkloadSpec(
         name=args.workload,
         rate=rate,
         concurrency=args.concurrency,
-        duration_s=args.duration,
+        duration_s=240.0 if args.duration is None else args.duration,
         seed=args.seed,
         input_len=args.input_len,
         output_len=args.output_len,
         answer_mean=args.answer_mean,
         requests=args.requests,
         turns=args.turns,
-        arrivals=args.arrivals,
-        time_scale=args.time_scale,
+        arrivals=args.arrivals or "poisson",
+        time_scale=args.time_scale or 1.0,
     )
+
+
+def _refuse_unused(args: argparse.Namespace) -> None:
+    """Options of the load that would change nothing beside the others are refused by name."""
+    trace = args.workload not in ("fresh", "long", "interference")
+    why: dict[str, str | None] = dict.fromkeys(("duration", "arrivals"), _no_arrivals(args, trace))
+    if not trace:
+        why["time_scale"] = "only a trace has times to scale"
+    elif args.rate is not None or args.concurrency is not None:
+        why["time_scale"] = "the trace's own times are not used with --rate or --concurrency"
+    if args.requests is not None and not trace:
+        why["duration"] = "--requests says how many"
+    for name, reason in why.items():
+        if reason is not None and getattr(args, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag} would change nothing here: {reason}; leave it out", param=flag)
+
+
+def _no_arrivals(args: argparse.Namespace, trace: bool) -> str | None:
+    """Why there are no arrivals to draw, or None where there are."""
+    if args.workload == "interference":
+        return "workload interference has its own times"
+    if args.concurrency is not None:
+        return "with --concurrency a request starts when another has ended"
+    return "a trace has its own times; --rate draws others" if trace and args.rate is None else None
 
 
 def read_target(args: argparse.Namespace) -> Target:
@@ -92,24 +129,25 @@ def print_summary(summary: Mapping[str, Any], title: str) -> None:
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Before a run of minutes: UserError where a file's folder is not there, or what is named is a folder."""
-    for option in ("records", "html"):
-        if path := getattr(args, option):
-            if Path(path).is_dir():
-                raise UserError(f"--{option} {path}: is a folder; name a file in it", param=option)
-            if not Path(path).absolute().parent.is_dir():
-                raise UserError(f"--{option} {path}: there is no folder {Path(path).parent}", param=option)
-    if args.png and Path(args.png).exists() and not Path(args.png).is_dir():
-        raise UserError(f"--png {args.png}: is a file; a folder is wanted", param="png")
-
-
-@contextmanager
-def writing(path: str, option: str) -> Iterator[None]:
-    """A file that cannot be written is the user's error, and names the option."""
-    try:
-        yield
-    except OSError as e:
-        raise UserError(f"--{option} {path}: {e.strerror or e}", param=option) from None
+    """Before a run of minutes: UserError where its results cannot be written; makes the folder for figures."""
+    for name in ("records", "png", "html"):
+        path, flag = getattr(args, name), f"--{name}"
+        if path is None:
+            continue
+        if not path:
+            raise UserError(f"{flag} is empty; give a path or leave it out", param=flag)
+        file = Path(path)
+        if name != "png" and file.is_dir():
+            raise UserError(f"{flag} {path}: is a folder; name a file in it", param=flag)
+        if name != "png" and not file.absolute().parent.is_dir():
+            raise UserError(f"{flag} {path}: there is no folder {file.parent}", param=flag)
+        if name == "png" and file.exists() and not file.is_dir():
+            raise UserError(f"--png {path}: is a file; a folder is wanted", param=flag)
+        if name == "png":
+            with writing(path, flag):
+                file.mkdir(parents=True, exist_ok=True)
+        else:
+            check_writable(path, flag)
 
 
 def write_outputs(
@@ -127,7 +165,7 @@ def write_outputs(
     from k3stack.workload.tables import summary_rows
 
     if args.records:
-        with writing(args.records, "records"):
+        with writing(args.records, "--records"):
             write_records(args.records, records, {"title": title, "summary": dict(summary)})
         say(f"records: {args.records}")
     if not (args.png or args.html):
@@ -140,15 +178,14 @@ def write_outputs(
         drawn.append(("Sustained rate", lambda: figures.sustained_figure({title: points}, target)))
     if args.png:
         folder = Path(args.png)
-        with writing(args.png, "png"):
-            folder.mkdir(parents=True, exist_ok=True)
+        with writing(args.png, "--png"):
             for name, draw in drawn:
                 figures.save_png(draw(), folder / (name.lower().replace(" ", "-") + ".png"))
         say(f"figures: {folder}")
     if args.html:
         page = figures.html_report(title, summary_rows(summary), [(name, draw()) for name, draw in drawn])
-        with writing(args.html, "html"):
-            Path(args.html).write_text(page)
+        with writing(args.html, "--html"):
+            Path(args.html).write_text(page, encoding="utf-8")
         say(f"report: {args.html}")
 
 

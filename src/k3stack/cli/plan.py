@@ -46,6 +46,10 @@ Layout and memory flags are SGLang's: --tp-size, --pp-size, --ep-size, --dp-size
 Exit status: 0 it fits, 1 it does not (what would is said), 2 the request is wrong.
 """
 
+MAX_TOKENS = 100_000_000
+"""Of a prompt or an answer: the time of a prompt is summed over its chunks."""
+MAX_NUMBER = 1_000_000_000_000
+"""Of the other numbers."""
 LAYOUT_FLAGS = ("tp", "pp", "ep", "dp", "attn_dp", "dcp")
 _NUMBERS = ("--input-len", "--output-len", "--concurrency", "--session-len")
 _WORDS = ("--hardware", "--hardware-file", "--engine", "--engine-version", "--from", "--html", "--png")
@@ -117,8 +121,9 @@ def _convert(name: str, text: str) -> Any:
     except ValueError:
         kind = "a whole number" if name in _NUMBERS else "a number"
         raise UserError(f"{name} is {text!r}; it must be {kind}", param=name) from None
-    if isinstance(value, (int, float)) and value <= 0:
-        raise UserError(f"{name} is {text}; it must be above 0", param=name)
+    most = MAX_TOKENS if name in ("--input-len", "--output-len") else MAX_NUMBER
+    if isinstance(value, (int, float)) and not 0 < value <= most:
+        raise UserError(f"{name} is {text}; it must be above 0 and at most {most:,}", param=name)
     return value
 
 

@@ -7,16 +7,17 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from k3stack.cli.arguments import Parser, print_json, say
+from k3stack.cli.arguments import Parser, above, print_json, say, whole
 from k3stack.cli.load_arguments import (
+    MAX_TOKENS,
     add_load_options,
     check_outputs,
     print_summary,
     read_spec,
     read_target,
     write_outputs,
-    writing,
 )
+from k3stack.config.files import check_writable, writing
 from k3stack.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ def run(argv: list[str]) -> int:
         for name in scenario_names():
             print(f"{name:<26} {load_scenario(name).about}")
         return 0
+    _refuse_unused(args)
+    check_outputs(args)
     if args.fit_steps:
         from k3stack.cli.simulate_fit import run_fit_steps
 
@@ -40,15 +43,10 @@ def run(argv: list[str]) -> int:
     if args.fit:
         from k3stack.cli.simulate_fit import run_fit
 
-        return run_fit(args.fit, args.efficiency, args.write, args.rounds, args.json)
+        return run_fit(args.fit, args.efficiency, args.write, 4 if args.rounds is None else args.rounds, args.json)
     names = args.compare.split(",") if args.compare else [args.scenario] if args.scenario else []
     if not names:
         raise UserError(f"--scenario is missing; shipped: {', '.join(scenario_names())}", param="scenario")
-    if args.compare and args.records:
-        raise UserError("--records is of one scenario: leave --compare out, and name it by --scenario", param="records")
-    if args.compare and (args.png or args.html) and not args.sustained:
-        raise UserError("a figure of a comparison needs --sustained", param="png")
-    check_outputs(args)
     results = {name: _one(name, args) for name in names}
     if args.compare:
         return _print_comparison(results, args)
@@ -63,6 +61,38 @@ def run(argv: list[str]) -> int:
         error, constants = result.summary["step_time_error"], result.summary["efficiency"]
         say(f"step times are good to about {100 * error:.0f} % (constants {constants})")
     return 0
+
+
+_NEEDS = {
+    "write": ("fit", "fit_steps"),
+    "rounds": ("fit",),
+    "pools": ("fit_steps",),
+    "calibrate": ("fit_steps",),
+    "repeats": ("sustained",),
+}
+"""Option -> those that make use of it."""
+_CONTRADICT = (("fit", "fit_steps"), ("fit", "scenario"), ("fit", "compare"), ("fit_steps", "scenario"),
+               ("fit_steps", "compare"), ("compare", "scenario"))  # fmt: skip
+
+
+def _refuse_unused(args: argparse.Namespace) -> None:
+    """Options that nothing would read, and pairs of which one would be ignored, are refused by name."""
+
+    def flag(name: str) -> str:
+        return "--" + name.replace("_", "-")
+
+    for name, users in _NEEDS.items():
+        if getattr(args, name) is not None and not any(getattr(args, u) for u in users):
+            raise UserError(f"{flag(name)} is for {' or '.join(map(flag, users))}; leave it out", param=flag(name))
+    for one, other in _CONTRADICT:
+        if getattr(args, one) and getattr(args, other):
+            raise UserError(f"give {flag(one)} or {flag(other)}, not both", param=flag(other))
+    if args.compare and args.records:
+        raise UserError("--records is of one scenario: leave --compare out, and name it by --scenario", param="records")
+    if args.compare and (args.png or args.html) and not args.sustained:
+        raise UserError("a figure of a comparison needs --sustained", param="png")
+    if args.write is not None:
+        check_writable(args.write, "--write")
 
 
 def _one(name: str, args: argparse.Namespace) -> tuple[SimResult, list[Any]]:
@@ -80,7 +110,7 @@ def _one(name: str, args: argparse.Namespace) -> tuple[SimResult, list[Any]]:
             scenario,
             spec,
             settings,
-            repeats=args.repeats,
+            repeats=args.repeats or 4,
             on_point=lambda p: say(f"{name}: {p.rate:.3f} requests/s: {100 * p.share:.1f} % ({len(p.shares)} runs)"),
         )
     return simulate(scenario, build_workload(spec), settings, token_times=bool(args.records)), []
@@ -140,14 +170,12 @@ def _draw(results: Mapping[str, tuple[SimResult, list[Any]]], args: argparse.Nam
     curves = {name: points for name, (_, points) in results.items() if points}
     target = read_target(args)
     if args.png:
-        folder = Path(args.png)
-        with writing(args.png, "png"):
-            folder.mkdir(parents=True, exist_ok=True)
-            figures.save_png(figures.sustained_figure(curves, target), folder / "comparison.png")
+        with writing(args.png, "--png"):
+            figures.save_png(figures.sustained_figure(curves, target), Path(args.png) / "comparison.png")
     if args.html:
         page = figures.html_report("Comparison", [], [("Sustained rate", figures.sustained_figure(curves, target))])
-        with writing(args.html, "html"):
-            Path(args.html).write_text(page)
+        with writing(args.html, "--html"):
+            Path(args.html).write_text(page, encoding="utf-8")
 
 
 def _cell(value: Any) -> str:
@@ -171,11 +199,17 @@ def _parser() -> Parser:
         action=argparse.BooleanOptionalAction,
         help="decode rows ride along with prefill chunks (default: with policy slo, as it serves)",
     )
-    what.add_argument("--max-gap", type=float, metavar="MS", help="bound on the longest gap of a stream (policy slo)")
-    what.add_argument("--chunked-prefill-size", type=int, help="prompt tokens a step (default: the scenario's)")
+    what.add_argument(
+        "--max-gap", type=above(0, 1e12), metavar="MS", help="bound on the longest gap of a stream (policy slo)"
+    )
+    what.add_argument(
+        "--chunked-prefill-size", type=whole(1, MAX_TOKENS), help="prompt tokens a step (default: the scenario's)"
+    )
     what.add_argument("--efficiency", help="another set of step-time constants: roofline, or a file")
-    what.add_argument("--repeats", type=int, default=4, help="runs a rate at most, with --sustained (default: 4)")
-    what.add_argument("--check-every", type=int, default=0, metavar="N", help="check conservation every N steps")
+    what.add_argument("--repeats", type=whole(1, 10_000), help="runs a rate at most, with --sustained (default: 4)")
+    what.add_argument(
+        "--check-every", type=whole(0, MAX_TOKENS), default=0, metavar="N", help="check conservation every N steps"
+    )
     what.add_argument("--no-fast-path", action="store_true", help="plan every step one by one (same results, slower)")
     fit = parser.add_argument_group("fit")
     fit.add_argument("--fit", metavar="FILE", help="refit named step-time constants to the measured rows of a file")
@@ -185,6 +219,6 @@ def _parser() -> Parser:
         "--calibrate", metavar="FILE", help="with --fit-steps: records of `k3 bench --concurrency 1` on that server"
     )
     fit.add_argument("--write", metavar="FILE", help="write the fitted set (for --efficiency) or the scenario here")
-    fit.add_argument("--rounds", type=int, default=4, help="rounds of the fit at most; 0 only checks (default: 4)")
+    fit.add_argument("--rounds", type=whole(0, 1_000), help="rounds of the fit at most; 0 only checks (default: 4)")
     add_load_options(parser)
     return parser

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k3stack.cli.arguments import Parser, print_json, say
+from k3stack.cli.arguments import Parser, print_json, say, whole
 from k3stack.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ def run(argv: list[str]) -> int:
     args = _parser().read(argv)
     if (args.model_path is None) == (args.base_url is None):
         raise UserError("give one of --model-path and --base-url: what is to be verified", param="--model-path")
+    _refuse_unused(args)
     if args.dataset is not None:
         return _dataset(args)
     thresholds = _thresholds(args.threshold)
@@ -53,21 +55,36 @@ def run(argv: list[str]) -> int:
     return 0 if report["passed"] else 1
 
 
+def _refuse_unused(args: Namespace) -> None:
+    """Options that nothing would read are refused by name."""
+    served, asked = args.base_url is not None, args.dataset is not None
+    for name, used, what in (
+        ("model", served, "--base-url: a server may have several"),
+        ("api_key", served, "--base-url: a server may ask for one"),
+        ("device", not served, "--model-path: a server has its own"),
+        ("limit", asked, "--dataset"),
+        ("max_tokens", asked, "--dataset"),
+    ):
+        if not used and getattr(args, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag} is for {what}; leave it out", param=flag)
+    if asked and args.quick:
+        raise UserError("--quick is not for --dataset; --limit asks fewer of its questions", param="--quick")
+
+
 def _local(args: Namespace) -> LocalTarget | Workers:
     """The model in this process or in several, as ``--workers`` says."""
     from k3stack.verify import workers
     from k3stack.verify.local import LocalTarget
 
-    count = args.workers
+    count, device = args.workers, args.device or "cpu"
     if count is None:
-        count = workers.usual_count(args.model_path, args.device, args.quick)
-    if count < 1:
-        raise UserError(f"--workers is {count}; at least 1 is needed", param="--workers")
+        count = workers.usual_count(args.model_path, device, args.quick)
     cache = {name[2:].replace("-", "_"): value for name, value in _cache(args).items()}
     if count == 1:
-        return LocalTarget(args.model_path, args.dtype, args.device, **cache)
-    if args.device != "cpu":
-        raise UserError(f"--workers {count} shares a CPU's cores; --device is {args.device}", param="--workers")
+        return LocalTarget(args.model_path, args.dtype, device, **cache)
+    if device != "cpu":
+        raise UserError(f"--workers {count} shares a CPU's cores; --device is {device}", param="--workers")
     return workers.Workers(args.model_path, args.dtype, count, cache)
 
 
@@ -84,7 +101,7 @@ def _dataset(args: Namespace) -> int:
     from k3stack.verify.remote import RemoteTarget
 
     items = dataset.read(Path(args.dataset), args.limit)
-    target = RemoteTarget(args.base_url, args.model, _key(args), max_tokens=args.max_tokens)
+    target = RemoteTarget(args.base_url, args.model, _key(args), max_tokens=args.max_tokens or 4096)
     result = dataset.run(target, items, say)
     floor = _thresholds(args.threshold).get("dataset", 0.0)
     if args.json:
@@ -120,6 +137,8 @@ def _thresholds(given: list[str]) -> dict[str, float]:
         name, equals, value = text.partition("=")
         try:
             found[name] = float(value)
+            if not math.isfinite(found[name]):
+                raise ValueError
         except ValueError:
             equals = ""
         if not equals or name not in known:
@@ -147,11 +166,11 @@ def _parser() -> Parser:
     )
     what.add_argument("--kv-cache-dtype", choices=("bfloat16", "fp8_e4m3"), help="of cache rows, for --model-path")
     what.add_argument("--mamba-ssm-dtype", choices=("float32", "bfloat16"), help="of states, for --model-path")
-    what.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N, for --model-path")
+    what.add_argument("--device", help="cpu, cuda or cuda:N, for --model-path (default: cpu)")
     how = parser.add_argument_group("how")
     how.add_argument(
         "--workers",
-        type=int,
+        type=whole(1, 256),
         metavar="N",
         help="processes that share the questions to --model-path on a CPU (default: the cores this process may use, "
         "at most 8, with --quick 2; one with all cores for a model larger than 1 GiB)",
@@ -161,6 +180,6 @@ def _parser() -> Parser:
         "--threshold", action="append", default=[], metavar="NAME=NUMBER", help="another threshold; may be given again"
     )
     how.add_argument("--dataset", metavar="FILE", help="score a server on JSON lines of questions and numeric answers")
-    how.add_argument("--limit", type=int, help="at most so many questions of --dataset")
-    how.add_argument("--max-tokens", type=int, default=4096, help="token limit of an answer to --dataset")
+    how.add_argument("--limit", type=whole(1, 10**9), help="at most so many questions of --dataset")
+    how.add_argument("--max-tokens", type=whole(1, 10**9), help="token limit of an answer to --dataset (default: 4096)")
     return parser

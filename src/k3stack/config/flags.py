@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from k3stack.config.files import read_text
 from k3stack.config.flag_names import ALWAYS, OTHER_SPELLING, REFUSED, SAME_AS
 from k3stack.config.options import EngineOptions, Option, ServeOptions, did_you_mean, rows
 from k3stack.errors import UserError
@@ -122,10 +122,7 @@ def _always(spelled: str, inline: str | None, words: list[str], known: Mapping[s
 
 
 def _keys(path: str) -> tuple[str, ...]:
-    try:
-        lines = Path(path).read_text().split()
-    except OSError as e:
-        raise UserError(f"--api-key-file {path}: {e.strerror or e}", param="--api-key-file") from None
+    lines = read_text(path, param="--api-key-file", flag="--api-key-file ").split()
     if not lines:
         raise UserError(f"--api-key-file {path} holds no key", param="--api-key-file")
     return tuple(lines)

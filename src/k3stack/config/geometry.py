@@ -7,12 +7,12 @@ the fields that only it has (``attn_res_block_size``, ``routed_expert_hidden_siz
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from k3stack.config.files import read_json
 from k3stack.errors import CheckpointError
 
 Family = Literal["kimi_k3", "kimi_linear"]
@@ -135,12 +135,9 @@ def load_geometry(path: str | Path) -> ModelGeometry:
     file = Path(path)
     if file.is_dir():
         file = file / "config.json"
-    try:
-        raw = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{file}: not found; a checkpoint folder needs a config.json") from None
-    except json.JSONDecodeError as e:
-        raise CheckpointError(f"{file}: not valid JSON (line {e.lineno}, column {e.colno}: {e.msg})") from None
+    if not file.exists():
+        raise CheckpointError(f"{file}: not found; a checkpoint folder needs a config.json")
+    raw = read_json(file, error=CheckpointError)
     if not isinstance(raw, dict):
         raise CheckpointError(f"{file}: expected a JSON object, found {type(raw).__name__}")
     return parse_geometry(raw, where=str(file))

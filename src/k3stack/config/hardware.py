@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from k3stack.config.files import read_json
 from k3stack.errors import UserError
 
 CPU = "CPU"
@@ -158,13 +159,7 @@ def load_catalogue(extra: str | None = None) -> Catalogue:
     catalogue = _catalogue(data, "hardware.json")
     if extra is None:
         return catalogue
-    try:
-        raw = json.loads(Path(extra).read_text())
-    except FileNotFoundError:
-        raise UserError(f"--hardware-file {extra}: not found", param="hardware-file") from None
-    except json.JSONDecodeError as e:
-        raise UserError(f"--hardware-file {extra}: not valid JSON ({e})", param="hardware-file") from None
-    more = _catalogue(raw, extra)
+    more = _catalogue(read_json(extra, param="hardware-file"), extra)
     gpus = {**catalogue.gpus, **more.gpus}
     systems = {**catalogue.systems, **more.systems}
     for name, (gpu, _) in systems.items():

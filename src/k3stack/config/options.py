@@ -209,7 +209,9 @@ class EngineOptions:
         "Scheduling",
         above=0.0,
     )
-    max_running_requests: int = option(256, "At most so many requests computed at the same time.", "Scheduling", low=1)
+    max_running_requests: int = option(
+        256, "At most so many requests computed at the same time.", "Scheduling", low=1, high=65_536
+    )
     max_queued_requests: int = option(
         1024, "A request that finds so many waiting is answered 429 and told when to retry.", "Scheduling", low=0
     )
@@ -249,6 +251,15 @@ class EngineOptions:
             raise UserError(
                 "--mamba-full-memory-ratio and --max-mamba-cache-size both cap the states; give one of them",
                 param="--max-mamba-cache-size",
+            )
+        if self.max_gap_ms is not None and self.policy != "slo":
+            raise UserError(
+                "--max-gap-ms is for --policy slo; prefill-first knows no bound on a gap", param="--max-gap-ms"
+            )
+        if self.enable_mixed_chunk and self.policy == "slo":
+            raise UserError(
+                "--enable-mixed-chunk is for --policy prefill-first; slo decides it for every step",
+                param="--enable-mixed-chunk",
             )
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise UserError(
@@ -304,6 +315,11 @@ class ServeOptions:
         check_rows(self)
 
 
+MOST_WHOLE = 2**63 - 1
+MOST_FLOAT = 1e15
+"""Of every number above, whatever its own bounds: beyond it arithmetic with bytes and seconds breaks."""
+
+
 class DataclassInstance(typing.Protocol):
     """Any dataclass; EngineOptions and ServeOptions here."""
 
@@ -347,12 +363,16 @@ def _check_value(opt: Option, value: object) -> None:
     if not right_type or (isinstance(value, bool) and opt.kind is not bool):
         raise UserError(f"{opt.flag} is {value!r}; it must be of type {opt.kind.__name__}", param=opt.flag)
     row = opt.row
+    if value == "":
+        raise UserError(f"{opt.flag} is empty; give a value or leave it out", param=opt.flag)
     if row.choices and value not in row.choices:
         raise UserError(f"{opt.flag} is {value!r}; it must be one of {opt.allowed}", param=opt.flag)
     if isinstance(value, (int, float)) and value not in row.also:
         low_ok = (row.low is None or value >= row.low) and (row.above is None or value > row.above)
         if not (low_ok and (row.high is None or value <= row.high)):
             raise UserError(f"{opt.flag} is {value!r}; it must be {opt.allowed}", param=opt.flag)
+        if not abs(value) <= (MOST_FLOAT if isinstance(value, float) else MOST_WHOLE):
+            raise UserError(f"{opt.flag} is {value!r}; it must be a finite number below 1e15", param=opt.flag)
 
 
 def make_engine_options(model_path: str, options: Mapping[str, Any]) -> EngineOptions:

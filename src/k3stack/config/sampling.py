@@ -46,7 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "from -2 to 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "from -2 to 2"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty <= 2.0, "above 0, at most 2"),
+            ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 2.0, "from 0.000001 to 2"),
             ("n", 1 <= self.n <= 128, "from 1 to 128"),
             ("top_logprobs", 0 <= self.top_logprobs <= 64, "from 0 to 64"),
         )

@@ -5,14 +5,13 @@ A safetensors file starts with eight bytes of length and a JSON header; the tens
 
 from __future__ import annotations
 
-import json
 import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from k3stack.config.files import parse_json, why
 from k3stack.config.geometry import ModelGeometry
 from k3stack.config.tensors import expected_tensors, expert_tensors
 from k3stack.errors import CheckpointError
@@ -93,11 +92,14 @@ def _entries(path: Path) -> Iterator[tuple[str, int]]:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > MAX_HEADER:
                 raise CheckpointError(f"{path}: a header of {length:,} B; this is no safetensors file")
-            header: dict[str, Any] = json.loads(file.read(length))
+            text = file.read(length)
     except OSError as e:
-        raise CheckpointError(f"{path}: {e.strerror or e}") from None
-    except (struct.error, UnicodeDecodeError, json.JSONDecodeError):
-        raise CheckpointError(f"{path}: its header is cut off or broken; download the file again") from None
+        raise CheckpointError(f"{path}: {why(e)}") from None
+    except struct.error:
+        raise CheckpointError(f"{path}: its header is cut off; download the file again") from None
+    header = parse_json(text, f"{path}: its header is cut off or broken", error=CheckpointError)
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: its header is {type(header).__name__}, not an object; download the file again")
     for name, entry in header.items():
         if name == "__metadata__":
             continue

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from k3stack.config.files import read_text
 from k3stack.errors import UserError
 from k3stack.estimate.work import StepLoad
 
@@ -112,10 +113,7 @@ def with_host(cost: MeasuredCost, first_tokens: Iterable[tuple[int, float]], chu
 
 def read_step_log(path: str | Path) -> tuple[dict[str, Any], list[tuple[StepLoad, float]]]:
     """What a step log says of its server, and loads and seconds of its steps; UserError names a line that is none."""
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError as e:
-        raise UserError(f"{path}: {e.strerror}", param="fit-steps") from None
+    lines = read_text(path, param="fit-steps").splitlines()
     head: dict[str, Any] = {}
     steps: list[tuple[StepLoad, float]] = []
     for number, line in enumerate(lines, start=1):
@@ -130,7 +128,7 @@ def read_step_log(path: str | Path) -> tuple[dict[str, Any], list[tuple[StepLoad
             for name in ("at", "device_s"):
                 raw.pop(name, None)
             steps.append((StepLoad(**raw), seconds))
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as e:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
             raise UserError(f"{path}: line {number} is not a step ({e})", param="fit-steps") from None
     return head, steps
 

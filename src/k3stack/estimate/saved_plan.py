@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from k3stack.config.files import read_json
 from k3stack.errors import UserError
 from k3stack.estimate.pools import BlockLayout, PoolPlan, admitted
 
@@ -86,12 +87,7 @@ def plan_json(saved: SavedPlan) -> dict[str, Any]:
 
 def load_plan(path: str | Path) -> SavedPlan:
     """Read what ``save_plan`` wrote. Raises UserError with the file and what is wrong with it."""
-    try:
-        raw = json.loads(Path(path).read_text())
-    except OSError as e:
-        raise UserError(f"{path}: {e.strerror or e}", param="--from") from None
-    except json.JSONDecodeError as e:
-        raise UserError(f"{path}: not valid JSON (line {e.lineno}: {e.msg})", param="--from") from None
+    raw = read_json(path, param="--from")
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         found = raw.get("format") if isinstance(raw, dict) else type(raw).__name__
         raise UserError(f"{path}: format {found!r} is not {FORMAT}: not a saved plan, or of another version")

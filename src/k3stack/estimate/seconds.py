@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from k3stack.config.files import read_json
 from k3stack.config.geometry import ModelGeometry
 from k3stack.config.hardware import Hardware
 from k3stack.config.layout import ParallelLayout, SizingEngine
@@ -213,12 +214,7 @@ def load_efficiency(name: str) -> Efficiency:
             f"no efficiencies named {name!r}; known: {', '.join(sorted(sets))}; or give a .json file",
             param="efficiency",
         )
-    try:
-        return parse_efficiency(json.loads(path.read_text()), name)
-    except OSError as e:
-        raise UserError(f"{path}: {e.strerror}", param="efficiency") from None
-    except json.JSONDecodeError as e:
-        raise UserError(f"{path}: not valid JSON (line {e.lineno}: {e.msg})", param="efficiency") from None
+    return parse_efficiency(read_json(path, param="efficiency"), name)
 
 
 def parse_efficiency(raw: Mapping[str, Any], where: str) -> Efficiency:
@@ -227,6 +223,8 @@ def parse_efficiency(raw: Mapping[str, Any], where: str) -> Efficiency:
     unknown = set(raw) - known - {"about"}
     if unknown:
         raise UserError(f"efficiencies {where}: unknown constants {sorted(unknown)}; known: {sorted(known)}")
+    if not set(raw) - {"about"}:
+        raise UserError(f"efficiencies {where}: no constants; known: {sorted(known)}", param="efficiency")
     try:
         values = {k: float(v["value"]) for k, v in raw.items() if k != "about"}
         sources = {k: str(v["source"]) for k, v in raw.items() if k != "about"}

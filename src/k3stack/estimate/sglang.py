@@ -132,10 +132,15 @@ def slots_per_request(settings: SglangSettings, pp: int = 1) -> int:
     return 3 + tracking - locked
 
 
+MAX_RATIO = 1_000_000
+"""State bytes to cache bytes, at most."""
+
+
 def _check(settings: SglangSettings) -> None:
-    if settings.ratio <= 0:
+    if not 0 < settings.ratio <= MAX_RATIO:
         raise UserError(
-            f"--mamba-full-memory-ratio is {settings.ratio}; it must be above 0", param="--mamba-full-memory-ratio"
+            f"--mamba-full-memory-ratio is {settings.ratio:g}; it must be above 0 and at most {MAX_RATIO:,}",
+            param="--mamba-full-memory-ratio",
         )
     if settings.attention_dp < 1:
         raise UserError(f"attention-DP is {settings.attention_dp}; it must be at least 1")

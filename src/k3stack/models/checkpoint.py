@@ -6,7 +6,6 @@ bytes.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import struct
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from k3stack.config.files import parse_json, read_json
 from k3stack.config.geometry import ModelGeometry
 from k3stack.config.tensors import VISION_PREFIXES, TensorSpec, expected_tensors
 from k3stack.errors import CheckpointError
@@ -209,10 +209,7 @@ def _no_duplicates(file: Path) -> Any:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    try:
-        raw = json.loads(index.read_text(), object_pairs_hook=_no_duplicates(index))
-    except json.JSONDecodeError as e:
-        raise CheckpointError(f"{index}: not valid JSON (line {e.lineno}: {e.msg})") from None
+    raw = read_json(index, error=CheckpointError, pairs=_no_duplicates(index))
     placed = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(placed, dict) or not all(isinstance(v, str) for v in placed.values()):
         raise CheckpointError(f"{index}: expected an object 'weight_map' from tensor names to file names")
@@ -233,10 +230,10 @@ def read_header(file: Path) -> Iterator[Entry]:
                 f"{file}: truncated or not a safetensors file: the header wants {length:,} B after the first 8, the "
                 f"file has {size:,} B"
             )
-        try:
-            header = json.loads(f.read(length), object_pairs_hook=_no_duplicates(file))
-        except (json.JSONDecodeError, UnicodeDecodeError) as e:
-            raise CheckpointError(f"{file}: the safetensors header is not valid JSON ({e})") from None
+        where = f"{file}: the safetensors header"
+        header = parse_json(f.read(length), where, error=CheckpointError, pairs=_no_duplicates(file))
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{where}: expected a JSON object, found {type(header).__name__}")
     header.pop("__metadata__", None)
     end = 8 + length
     for name, info in header.items():
@@ -256,6 +253,8 @@ def _entry(file: Path, name: str, info: Any, base: int) -> Entry:
     try:
         dtype, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
         wanted = math.prod(shape) * ITEMSIZE[dtype]
+        if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+            raise ValueError("shape and data_offsets must be whole numbers from 0")
     except (KeyError, TypeError, ValueError) as e:
         raise CheckpointError(f"{file}: tensor {name}: header entry {info!r} is not understood ({e!r})") from None
     if end - begin != wanted:

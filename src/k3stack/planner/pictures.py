@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from k3stack.config.files import writing
 from k3stack.config.hardware import GIB, MIB
 from k3stack.config.layout import ParallelLayout
 from k3stack.errors import DoesNotFit, UserError
@@ -35,17 +36,16 @@ def write_pictures(
 ) -> list[str]:
     """Draw the pictures into one HTML file, a PNG, or both. Returns the paths written."""
     written = []
-    try:
-        if png is not None:
+    if png is not None:
+        with writing(png, "--png"):
             Path(png).write_bytes(png_bytes(plan))
-            written.append(png)
-        if html is not None:
-            from k3stack.planner.html import page
+        written.append(png)
+    if html is not None:
+        from k3stack.planner.html import page
 
-            Path(html).write_text(page(plan, answer))
-            written.append(html)
-    except OSError as e:
-        raise UserError(f"{e.filename}: {e.strerror}", param="--html" if png is None else "--png") from None
+        with writing(html, "--html"):
+            Path(html).write_text(page(plan, answer), encoding="utf-8")
+        written.append(html)
     return written
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import signal
 import socket
@@ -15,6 +14,7 @@ from types import FrameType
 import uvicorn
 
 from k3stack.chat.tokenizer import load_tokenizer
+from k3stack.config.files import read_json
 from k3stack.config.flags import ServeCommand
 from k3stack.config.geometry import load_geometry
 from k3stack.engine.client import EngineClient
@@ -59,7 +59,7 @@ def read_defaults(folder: Path) -> Defaults:
     if not file.exists():
         return Defaults()
     try:
-        raw = json.loads(file.read_text())
+        raw = read_json(file, error=CheckpointError)
         return Defaults(float(raw.get("temperature", 1.0)), float(raw.get("top_p", Defaults().top_p)))
     except (ValueError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{file}: expected a JSON object with numbers: {e}") from None

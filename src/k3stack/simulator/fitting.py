@@ -6,7 +6,6 @@ how near a simulation should come. Rows marked ``fit: false`` take no part in th
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from k3stack.config.files import read_json
 from k3stack.errors import UserError
 from k3stack.estimate.seconds import Efficiency
 from k3stack.simulator.build import SimSettings
@@ -73,10 +73,8 @@ class RowFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def read_rows(path: str | Path) -> RowFile:
     """Read and check a file of rows; UserError says what is wrong with it."""
     try:
-        file = msgspec.convert(json.loads(Path(path).read_text()), RowFile)
-    except OSError as e:
-        raise UserError(f"{path}: {e.strerror}", param="fit") from None
-    except (json.JSONDecodeError, msgspec.ValidationError) as e:
+        file = msgspec.convert(read_json(path, param="fit"), RowFile)
+    except msgspec.ValidationError as e:
         raise UserError(f"{path}: not a file of measured rows ({e})", param="fit") from None
     known = {f.name for f in fields(Efficiency)} - {"provenance", "error"}
     unknown = set(file.constants) - known

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from k3stack.config.files import read_json
 from k3stack.errors import UserError
 from k3stack.estimate.measured import MeasuredCost
 
@@ -124,12 +125,7 @@ def load_scenario(name: str) -> Scenario:
         return _parse(shipped[name], name)
     path = Path(name)
     if path.suffix == ".json" or path.is_file():
-        try:
-            return _beside(_parse(json.loads(path.read_text()), str(path)), path.parent)
-        except FileNotFoundError:
-            raise UserError(f"{path}: no such scenario file", param="scenario") from None
-        except json.JSONDecodeError as e:
-            raise UserError(f"{path}: not valid JSON (line {e.lineno}: {e.msg})", param="scenario") from None
+        return _beside(_parse(read_json(path, param="scenario"), str(path)), path.parent)
     raise UserError(
         f"no scenario named {name!r}; shipped: {', '.join(shipped)}; or give a .json file", param="scenario"
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from k3stack.config.files import read_text
 from k3stack.errors import UserError
 from k3stack.verify.statistics import wilson
 from k3stack.verify.target import Answer
@@ -36,10 +37,7 @@ def read(path: Path, limit: int | None = None) -> list[Item]:
 
     Raises UserError with the line's number.
     """
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as e:
-        raise UserError(f"{path}: {e.strerror}", param="--dataset") from None
+    lines = read_text(path, param="--dataset").splitlines()
     items = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -47,7 +45,7 @@ def read(path: Path, limit: int | None = None) -> list[Item]:
         try:
             entry = json.loads(line)
             question, answer = entry["question"], str(entry["answer"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(
                 f"{path}:{number}: not a JSON object with 'question' and 'answer'", param="--dataset"
             ) from None

@@ -72,6 +72,10 @@ def _bisect(f: Callable[[float], float], low: float, high: float) -> float:
     return (low + high) / 2
 
 
+MAX_ARRIVALS = 5_000_000
+"""Requests that are drawn for one run at most."""
+
+
 def arrival_times(
     rng: np.random.Generator,
     rate: float,
@@ -83,8 +87,14 @@ def arrival_times(
 
     Bursty: gamma-distributed gaps whose squared coefficient of variation is ``burst`` (1 would be Poisson).
     """
-    if rate <= 0:
+    if not 0 < rate < math.inf:
         raise UserError(f"--rate is {rate:g}; it must be above 0 requests a second", param="rate")
+    if not rate * duration_s <= MAX_ARRIVALS:
+        raise UserError(
+            f"--rate {rate:g} over {duration_s:g} s are {rate * duration_s:.3g} requests; a run keeps at most "
+            f"{MAX_ARRIVALS:,}: lower --rate, --duration or --requests",
+            param="rate",
+        )
     if kind == "constant":
         return np.arange(0.0, duration_s, 1.0 / rate, dtype=np.float64)
     n = int(rate * duration_s + 12 * math.sqrt(rate * duration_s * max(burst, 1.0)) + 16)

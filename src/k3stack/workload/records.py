@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from k3stack.config.files import why
 from k3stack.errors import UserError
 
 RECORD_VERSION = 1
@@ -69,10 +70,10 @@ def read_records(path: str | Path) -> tuple[list[Record], dict[str, Any]]:
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as e:
-        raise UserError(f"{path}: {e.strerror or e}", param="file") from None
+        raise UserError(f"{path}: {why(e)}", param="file") from None
     try:
         meta = msgspec.json.decode(lines[0]) if lines else {}
-    except msgspec.DecodeError as e:
+    except (msgspec.DecodeError, RecursionError) as e:
         raise UserError(f"{path}: line 1 is not JSON ({e})", param="file") from None
     if not isinstance(meta, dict) or meta.get("k3stack_records") != RECORD_VERSION:
         raise UserError(f"{path}: not a file of records (version {RECORD_VERSION}) of `k3 bench` or `k3 simulate`")
@@ -81,6 +82,6 @@ def read_records(path: str | Path) -> tuple[list[Record], dict[str, Any]]:
     for number, line in enumerate(lines[1:], start=2):
         try:
             records.append(decoder.decode(line))
-        except (msgspec.DecodeError, msgspec.ValidationError) as e:
+        except (msgspec.DecodeError, RecursionError) as e:
             raise UserError(f"{path}: line {number} is not a record ({e})", param="file") from None
     return records, meta

@@ -6,6 +6,8 @@ call arrives in one piece: it meets the target when it is complete within ``ttft
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from k3stack.errors import UserError
@@ -20,7 +22,7 @@ class Target(msgspec.Struct, frozen=True):
     share: float = 0.95
 
     def validate(self) -> Target:
-        if self.ttft_s <= 0 or self.tpot_s <= 0 or not 0 < self.share < 1:
+        if not (0 < self.ttft_s < math.inf and 0 < self.tpot_s < math.inf and 0 < self.share < 1):
             raise UserError(
                 f"target is {self.ttft_s:g} s / {self.tpot_s * 1000:g} ms / {self.share:g}; "
                 "times must be above 0 and the share between 0 and 1",

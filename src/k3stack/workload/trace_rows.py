@@ -53,8 +53,8 @@ class Row:
             return value
         try:
             return json.loads(value)
-        except json.JSONDecodeError as e:
-            raise self.wrong(f"{name} is a string that is not JSON ({e.msg})") from None
+        except (ValueError, RecursionError) as e:
+            raise self.wrong(f"{name} is a string that is not JSON ({e})") from None
 
 
 def json_lines(file: Path) -> Iterator[Row]:
@@ -104,11 +104,15 @@ def _without_nulls(value: Any) -> Any:
 def _loads(file: Path, text: bytes, complaint: str) -> Any:
     try:
         return json.loads(text)
+    except RecursionError:
+        raise UserError(f"{file}: {complaint}: it is nested too deep", param="workload") from None
     except json.JSONDecodeError as e:
         at = f"line {e.lineno}, column {e.colno}" if e.lineno > 1 else f"column {e.colno}"
         raise UserError(f"{file}: {complaint} ({e.msg}: {at})", param="workload") from None
     except UnicodeDecodeError as e:
         raise UserError(f"{file}: {complaint}: byte {e.start} is not UTF-8", param="workload") from None
+    except ValueError as e:  # a number of thousands of digits
+        raise UserError(f"{file}: {complaint} ({e})", param="workload") from None
 
 
 def _row(file: Path, place: str, value: Any) -> Row:

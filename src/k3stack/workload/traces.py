@@ -7,6 +7,7 @@ The format is told by the content, not by the name. Token counts of text without
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -37,7 +38,7 @@ def read_trace(
     file = Path(path)
     if not file.is_file():
         raise UserError(f"{file}: no such trace file", param="workload")
-    if time_scale <= 0:
+    if not 0 < time_scale < math.inf:
         raise UserError(f"time scale is {time_scale:g}; it must be above 0", param="time-scale")
     counter = count or (lambda text: max(1, round(len(text) / CHARS_PER_TOKEN)))
     sessions = list(_limited(_sessions(file, counter), limit))
