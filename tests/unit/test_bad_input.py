@@ -11,15 +11,18 @@ import pytest
 from k3stack.chat import load_tokenizer
 from k3stack.chat.grammar import build_text_grammar
 from k3stack.chat.masks import Grammars
+from k3stack.chat.tokenizer import read_ranks
 from k3stack.cli import main
 from k3stack.config.files import check_writable, read_json, read_text
 from k3stack.config.flags import parse_serve
-from k3stack.config.geometry import load_geometry
+from k3stack.config.geometry import load_geometry, parse_geometry
 from k3stack.config.sampling import SamplingParams
 from k3stack.errors import CheckpointError, UserError
 from k3stack.estimate.seconds import load_efficiency
 from k3stack.models.builtin import resolve
 from k3stack.models.checkpoint import read_header
+from k3stack.server.run import read_defaults
+from k3stack.server.service import Defaults
 from k3stack.workload.lengths import arrival_times
 
 SIMULATE = "simulate --scenario b300x8-balanced"
@@ -248,3 +251,41 @@ def test_a_penalty_that_single_precision_cannot_hold() -> None:
     with pytest.raises(UserError, match=r"repetition_penalty is 1e-308; it must be from 0.000001 to 2"):
         SamplingParams(repetition_penalty=1e-308).validate()
     SamplingParams(repetition_penalty=1e-6).validate()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("eos_token_id", "x", "expected token ids"),
+        ("bos_token_id", float("nan"), "expected token ids"),
+        ("pad_token_id", [[]], "expected token ids"),
+        ("text_config.vocab_size", 10**29, "expected at most 100,000,000"),
+        ("text_config.rms_norm_eps", -1, "expected a number above 0"),
+        ("text_config.rms_norm_eps", float("nan"), "expected a number"),
+        ("text_config.activation_situ_beta", 0, "expected a number above 0"),
+        ("text_config.attn_res_block_size", 0, "expected a whole number >= 1"),
+    ],
+)
+def test_config_values(field: str, value: object, said: str) -> None:
+    raw = json.loads((Path(resolve("nano").path) / "config.json").read_text())
+    inner, _, last = field.rpartition(".")
+    (raw[inner] if inner else raw)[last] = value
+    with pytest.raises(CheckpointError) as caught:
+        parse_geometry(raw)
+    assert f"{last} is " in str(caught.value) and said in str(caught.value)
+
+
+def test_sampling_defaults_of_a_checkpoint(tmp_path: Path) -> None:
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"temperature": null, "top_p": 0.5}')
+    assert read_defaults(tmp_path) == Defaults(1.0, 0.5)
+    for text, said in (('{"temperature": NaN}', "temperature is nan"), ('{"top_p": 7}', "top_p is 7.0; it must be")):
+        file.write_text(text)
+        with pytest.raises(CheckpointError, match=said):
+            read_defaults(tmp_path)
+
+
+def test_checkpoint_files_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "tiktoken.model").mkdir()
+    with pytest.raises(CheckpointError, match=r"tiktoken\.model: Is a directory"):
+        read_ranks(tmp_path / "tiktoken.model")

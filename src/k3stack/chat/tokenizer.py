@@ -23,7 +23,7 @@ import tiktoken
 
 from k3stack.chat.control import MIN_SLOTS, SLOTS, ControlIds, control_ids, slot_names
 from k3stack.chat.jsontext import clean_text
-from k3stack.config.files import read_json
+from k3stack.config.files import read_json, why
 from k3stack.config.geometry import ModelGeometry
 from k3stack.errors import CheckpointError, UserError
 
@@ -248,7 +248,11 @@ def _load_tiktoken(file: Path, folder: Path, geometry: ModelGeometry) -> Tiktoke
 def read_ranks(file: Path) -> dict[bytes, int]:
     """Ranks of a tiktoken file: lines of base64, a blank, the rank; 0 .. n-1, all single bytes among them."""
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as e:
+        raise CheckpointError(f"{file}: {why(e)}") from None
+    for number, line in enumerate(lines, start=1):
         if not line:
             continue
         try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from k3stack.cli.arguments import print_json, say
-from k3stack.cli.load_arguments import writing
+from k3stack.config.files import writing
 from k3stack.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def run_fit(path: str, efficiency: str | None, write: str | None, rounds: int, a
     start = load_efficiency(efficiency or file.efficiency)
     fit = fit_rows(file, start, rounds=rounds, on_round=lambda n, x: say(f"round {n}: sum of squares {x:.3f}"))
     if write:
-        with writing(write, "write"):
+        with writing(write, "--write"):
             write_efficiency(fit.after, write, f"fitted to {path}, starting from {efficiency or file.efficiency}")
         say(f"constants: {write}")
     if as_json:
@@ -61,7 +61,7 @@ def run_fit_steps(log: str, pools: str | None, calibrate: str | None, write: str
     name = f"{head['model']}, measured"
     scenario = Scenario(name=name, about=cost.source, hardware="measured", model=str(head["model"]), servers=[server])
     if write:
-        with writing(write, "write"):
+        with writing(write, "--write"):
             Path(write).write_bytes(msgspec.json.format(msgspec.json.encode(scenario), indent=1) + b"\n")
         say(f"scenario: {write}")
     if as_json:

@@ -173,18 +173,22 @@ def parse_geometry(raw: Mapping[str, Any], where: str = "config.json") -> ModelG
         dense_layers=read.whole("first_k_dense_replace", 0),
         dense_width=read.whole("intermediate_size"),
         activation="situ" if act == "situ" else "silu",
-        situ_beta=read.number("activation_situ_beta", 1.0),
-        situ_linear_beta=read.number("activation_situ_linear_beta", 1.0),
-        residual_block=read.opt_whole("attn_res_block_size"),
-        rms_eps=read.number("rms_norm_eps"),
+        situ_beta=read.positive("activation_situ_beta", 1.0),
+        situ_linear_beta=read.positive("activation_situ_linear_beta", 1.0),
+        residual_block=read.opt_whole("attn_res_block_size", low=1),
+        rms_eps=read.positive("rms_norm_eps"),
         vocab=read.whole("vocab_size"),
         context=read.opt_whole("max_position_embeddings") or read.opt_whole("model_max_length") or 1_048_576,
-        bos_id=_first_id(raw, text, "bos_token_id"),
-        eos_ids=_ids(raw, text, "eos_token_id"),
-        pad_id=_first_id(raw, text, "pad_token_id"),
+        bos_id=_first_id(raw, text, "bos_token_id", where),
+        eos_ids=_ids(raw, text, "eos_token_id", where),
+        pad_id=_first_id(raw, text, "pad_token_id", where),
         vision=raw.get("vision_config") if nested else None,
         name=str(raw.get("_name_or_path") or kind),
     )
+
+
+MOST = 100_000_000
+"""Of any number in a config: beyond it a table made for the model would not fit into memory."""
 
 
 class _Reader:
@@ -206,16 +210,29 @@ class _Reader:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise CheckpointError(f"{self.where}: {key} is {value!r}; expected a whole number >= 0", param=key)
+        if value > MOST:
+            raise CheckpointError(f"{self.where}: {key} is {value!r}; expected at most {MOST:,}", param=key)
         return value
 
-    def opt_whole(self, key: str) -> int | None:
-        return None if self.data.get(key) is None else self.whole(key)
+    def opt_whole(self, key: str, low: int = 0) -> int | None:
+        if self.data.get(key) is None:
+            return None
+        value = self.whole(key)
+        if value < low:
+            raise CheckpointError(f"{self.where}: {key} is {value!r}; expected a whole number >= {low}", param=key)
+        return value
 
     def number(self, key: str, default: Any = ...) -> float:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= MOST:
             raise CheckpointError(f"{self.where}: {key} is {value!r}; expected a number", param=key)
         return float(value)
+
+    def positive(self, key: str, default: Any = ...) -> float:
+        value = self.number(key, default)
+        if value <= 0:
+            raise CheckpointError(f"{self.where}: {key} is {value!r}; expected a number above 0", param=key)
+        return value
 
     def text(self, key: str) -> str:
         value = self._get(key)
@@ -328,13 +345,17 @@ def _refuse_unknown(read: _Reader) -> None:
             raise CheckpointError(f"{read.where}: {key} is {value!r}; only {fine!r} is implemented", param=key)
 
 
-def _ids(raw: Mapping[str, Any], text: Mapping[str, Any], key: str) -> tuple[int, ...]:
+def _ids(raw: Mapping[str, Any], text: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
     value = raw.get(key, text.get(key))
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+    ids = tuple(value) if isinstance(value, list) else (value,)
+    for one in ids:
+        if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one <= MOST:
+            raise CheckpointError(f"{where}: {key} is {value!r}; expected token ids", param=key)
+    return ids
 
 
-def _first_id(raw: Mapping[str, Any], text: Mapping[str, Any], key: str) -> int | None:
-    ids = _ids(raw, text, key)
+def _first_id(raw: Mapping[str, Any], text: Mapping[str, Any], key: str, where: str) -> int | None:
+    ids = _ids(raw, text, key, where)
     return ids[0] if ids else None

@@ -213,7 +213,7 @@ def _read_index(index: Path) -> dict[str, str]:
     placed = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(placed, dict) or not all(isinstance(v, str) for v in placed.values()):
         raise CheckpointError(f"{index}: expected an object 'weight_map' from tensor names to file names")
-    outside = [s for s in placed.values() if os.path.basename(s) != s]
+    outside = [s for s in placed.values() if os.path.basename(s) != s or len(s) > 255]
     if outside:
         raise CheckpointError(f"{index}: shard {outside[0]!r}: expected a file name in the checkpoint's own folder")
     return placed

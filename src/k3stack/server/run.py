@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -17,6 +18,7 @@ from k3stack.chat.tokenizer import load_tokenizer
 from k3stack.config.files import read_json
 from k3stack.config.flags import ServeCommand
 from k3stack.config.geometry import load_geometry
+from k3stack.config.sampling import SamplingParams
 from k3stack.engine.client import EngineClient
 from k3stack.errors import CheckpointError, K3Error, Unavailable, UserError
 from k3stack.server.app import build_app
@@ -60,9 +62,14 @@ def read_defaults(folder: Path) -> Defaults:
         return Defaults()
     try:
         raw = read_json(file, error=CheckpointError)
-        return Defaults(float(raw.get("temperature", 1.0)), float(raw.get("top_p", Defaults().top_p)))
+        given = {name: float(raw[name]) for name in ("temperature", "top_p") if raw.get(name) is not None}
     except (ValueError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{file}: expected a JSON object with numbers: {e}") from None
+    try:
+        SamplingParams(**given).validate()
+    except UserError as e:
+        raise CheckpointError(f"{file}: {e}") from None
+    return replace(Defaults(), **given)
 
 
 def listen(host: str, port: int) -> socket.socket:
