@@ -16,8 +16,10 @@ from k3stack.cli import main
 from k3stack.config.files import check_writable, read_json, read_text
 from k3stack.config.flags import parse_serve
 from k3stack.config.geometry import load_geometry, parse_geometry
+from k3stack.config.options import EngineOptions
 from k3stack.config.sampling import SamplingParams
-from k3stack.errors import CheckpointError, UserError
+from k3stack.engine.budget import arena_budget
+from k3stack.errors import CheckpointError, DoesNotFit, UserError
 from k3stack.estimate.seconds import load_efficiency
 from k3stack.models.builtin import resolve
 from k3stack.models.checkpoint import read_header
@@ -289,3 +291,13 @@ def test_checkpoint_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "tiktoken.model").mkdir()
     with pytest.raises(CheckpointError, match=r"tiktoken\.model: Is a directory"):
         read_ranks(tmp_path / "tiktoken.model")
+
+
+def test_an_arena_larger_than_the_memory() -> None:
+    options = EngineOptions(model_path="nano", arena_gib=100_000.0)
+    with pytest.raises(
+        DoesNotFit, match=r"--arena-gib 100000 is 99991\.00 GiB more than what the 10\.00 GiB that are free"
+    ):
+        arena_budget(options, on_cpu=True, free_at_start=10 * 2**30, weight_bytes=2**30)
+    fits = EngineOptions(model_path="nano", arena_gib=9.0)
+    assert arena_budget(fits, on_cpu=True, free_at_start=10 * 2**30, weight_bytes=2**30)[0] == 9 * 2**30

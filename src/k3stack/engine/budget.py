@@ -131,9 +131,16 @@ def arena_budget(options: EngineOptions, *, on_cpu: bool, free_at_start: int, we
     """Bytes for the arena, and how they came about.
 
     ``free_at_start``: free bytes of the device before the weights were loaded. Raises DoesNotFit when the weights
-    leave nothing.
+    leave nothing, or less than --arena-gib asks for.
     """
     if options.arena_gib is not None:
+        over = options.arena_gib * GIB - (free_at_start - weight_bytes)
+        if over > 0:
+            raise DoesNotFit(
+                f"--arena-gib {options.arena_gib:g} is {over / GIB:.2f} GiB more than what the "
+                f"{free_at_start / GIB:.2f} GiB that are free leave beside weights of {weight_bytes / GIB:.2f} GiB. "
+                "Lower --arena-gib, or take a larger device."
+            )
         return int(options.arena_gib * GIB), f"--arena-gib {options.arena_gib:g}"
     if on_cpu and options.mem_fraction_static is None:
         budget = min(int(DEFAULT_CPU_ARENA_GIB * GIB), int((free_at_start - weight_bytes) * CPU_SHARE))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -285,7 +286,11 @@ class EngineClient:
         if isinstance(words, msg.Stopped):
             self._stopped(words.reason)
             return
-        text = words.message if words is not None else f"it ended with exit status {process.exitcode}"
+        text = (
+            words.message
+            if words is not None
+            else f"it ended with exit status {process.exitcode}{_killed(process.exitcode)}"
+        )
         hopeless = not self._was_up or (isinstance(words, msg.Died) and words.kind is not None)
         self._state, self._why_down = "down" if hopeless else "broken", f"the engine process died: {text}"
         log.error("%s", self._why_down)
@@ -364,3 +369,8 @@ def _boot_error(words: msg.Stopped | msg.Died | None, text: str) -> K3Error:
     if isinstance(words, msg.Died) and words.kind is not None:
         return msg.USER_ERRORS[words.kind](words.message, param=words.param)
     return Unavailable(text)
+
+
+def _killed(status: int | None) -> str:
+    """What SIGKILL from outside means most often."""
+    return " (SIGKILL: the system does that when memory runs out)" if status == -signal.SIGKILL else ""

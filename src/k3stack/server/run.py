@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -62,14 +61,19 @@ def read_defaults(folder: Path) -> Defaults:
         return Defaults()
     try:
         raw = read_json(file, error=CheckpointError)
-        given = {name: float(raw[name]) for name in ("temperature", "top_p") if raw.get(name) is not None}
+        found = Defaults(
+            *(
+                default if raw.get(name) is None else float(raw[name])
+                for name, default in (("temperature", Defaults().temperature), ("top_p", Defaults().top_p))
+            )
+        )
     except (ValueError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{file}: expected a JSON object with numbers: {e}") from None
     try:
-        SamplingParams(**given).validate()
+        SamplingParams(temperature=found.temperature, top_p=found.top_p).validate()
     except UserError as e:
         raise CheckpointError(f"{file}: {e}") from None
-    return replace(Defaults(), **given)
+    return found
 
 
 def listen(host: str, port: int) -> socket.socket:
