@@ -134,3 +134,14 @@ def test_settings_that_cannot_work_come_back_as_the_users_error() -> None:
         asyncio.run(start(arena_gib=0.0001))
     with pytest.raises(CheckpointError, match=r"config\.json"):
         asyncio.run(start(model_path="/nonexistent"))
+
+
+def test_the_log_level_holds_in_the_engine_process(capfd: pytest.CaptureFixture[str]) -> None:
+    async def start(level: str) -> str:
+        client = EngineClient(EngineOptions(model_path=K3.path, arena_gib=0.02), log_level=level)
+        await client.start()
+        await client.close()
+        return capfd.readouterr().err
+
+    assert "INFO k3stack.engine: arena: " in asyncio.run(start("info"))
+    assert "INFO" not in asyncio.run(start("warning"))

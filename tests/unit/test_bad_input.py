@@ -301,3 +301,8 @@ def test_an_arena_larger_than_the_memory() -> None:
         arena_budget(options, on_cpu=True, free_at_start=10 * 2**30, weight_bytes=2**30)
     fits = EngineOptions(model_path="nano", arena_gib=9.0)
     assert arena_budget(fits, on_cpu=True, free_at_start=10 * 2**30, weight_bytes=2**30)[0] == 9 * 2**30
+
+
+def test_a_layout_with_more_gpus_than_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("plan --hardware 8xB300 --tp-size 8 --dp-size 8".split()) == 1
+    assert capsys.readouterr().err == "k3 plan: does not fit: the layout needs 64 GPUs and there are 8\n"

@@ -188,7 +188,9 @@ def _one(args: Arguments, plan: Plan) -> int:
         print(f"k3 plan: refused: {plan.refused.id}: {plan.refused.message}", file=sys.stderr)
         return 1
     if not plan.fits:
-        print(f"k3 plan: does not fit, {plan.missing_gib:.2f} GiB per GPU short: {plan.reason}", file=sys.stderr)
+        over = plan.setup.gpus_used > plan.setup.hardware.count  # then GiB are not what is short
+        short = "" if over else f", {plan.missing_gib:.2f} GiB per GPU short"
+        print(f"k3 plan: does not fit{short}: {plan.reason}", file=sys.stderr)
         return 1
     return 0
 

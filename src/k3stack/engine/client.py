@@ -64,11 +64,13 @@ class EngineClient:
         script: Script | None = None,
         watchdog_timeout: float = 300.0,
         max_restarts: int = 3,
+        log_level: str = "info",
     ) -> None:
         self._options = options
         self._script = script
         self._watchdog_timeout = watchdog_timeout
         self._max_restarts = max_restarts
+        self._log_level = log_level
         self._state: State = "new"
         self._why_down = "the engine has not been started"
         self._info: dict[str, Any] = {}
@@ -143,7 +145,9 @@ class EngineClient:
         self._outgoing.setsockopt(zmq.RECONNECT_IVL, 5)
         self._outgoing.connect(channel.to_engine)  # connecting, not binding: messages queue until the engine binds
         try:
-            self._process = EngineProcess.spawn(self._options, self._script, channel, self._watchdog_timeout)
+            self._process = EngineProcess.spawn(
+                self._options, self._script, channel, self._watchdog_timeout, self._log_level
+            )
         except OSError:
             channel.remove()
             raise

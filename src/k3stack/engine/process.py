@@ -101,10 +101,15 @@ class EngineProcess:
 
     @classmethod
     def spawn(
-        cls, options: EngineOptions, script: Script | None, channel: Channel, watchdog_timeout: float
+        cls,
+        options: EngineOptions,
+        script: Script | None,
+        channel: Channel,
+        watchdog_timeout: float,
+        log_level: str = "info",
     ) -> EngineProcess:
         process = multiprocessing.get_context("spawn").Process(
-            target=engine_main, args=(options, script, channel, watchdog_timeout), name="k3-engine"
+            target=engine_main, args=(options, script, channel, watchdog_timeout, log_level), name="k3-engine"
         )
         process.start()
         return cls(process, channel)
@@ -158,9 +163,13 @@ class EngineProcess:
         self._channel.remove()
 
 
-def engine_main(options: EngineOptions, script: Script | None, channel: Channel, watchdog_timeout: float) -> None:
+def engine_main(
+    options: EngineOptions, script: Script | None, channel: Channel, watchdog_timeout: float, log_level: str
+) -> None:
     """Entry of the spawned process: build the core, say ``Ready``, run until told to stop."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
     faulthandler.enable()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _end_with_parent(channel)

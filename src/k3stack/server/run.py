@@ -39,6 +39,7 @@ def serve(command: ServeCommand, announce: Callable[[str], None]) -> int:
         command.engine,
         watchdog_timeout=command.serve.watchdog_timeout,
         max_restarts=command.serve.max_restarts,
+        log_level=command.serve.log_level,
     ))  # fmt: skip
     listener = listen(command.serve.host, command.serve.port)
     host, port = listener.getsockname()[:2]
