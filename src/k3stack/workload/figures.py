@@ -67,7 +67,8 @@ def _points(ax: Any, points: Sequence[tuple[Record, float, float]], target: Targ
                     *zip(*these, strict=True), s=11, marker="^" if call else "o", color=colour, label=name, alpha=0.8
                 )
     ax.set_ylabel(label)
-    ax.set_ylim(bottom=0)
+    # Above the highest point by a marker: limits that are set leave no margin of their own.
+    ax.set_ylim(0, 1.06 * max((y for _, _, y in points), default=0.0) or None)
 
 
 def distribution_figure(records: Sequence[Record], target: Target) -> Any:

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from k3stack.workload.figures import latency_figure
 from k3stack.workload.records import Record
 from k3stack.workload.report import spread, stream_output_lost, summarize, wilson
 from k3stack.workload.sustained import find_sustained
@@ -79,3 +80,10 @@ def test_sustained_finds_the_edge_through_noise() -> None:
 
 def test_sustained_of_a_server_that_never_meets_the_target_is_zero() -> None:
     assert find_sustained(lambda rate, _: (0, 100), start=1.0, max_repeats=2).rate == 0.0
+
+
+def test_the_highest_point_lies_inside_the_figure() -> None:
+    rows = [record(), record(first_s=11.001, finished_s=13.5)]
+    first, after = latency_figure(rows, Target()).axes
+    assert first.get_ylim() == (0.0, pytest.approx(1.06 * 1.001))
+    assert after.get_ylim()[1] > 1000 * max(r.tpot_s or 0.0 for r in rows)
