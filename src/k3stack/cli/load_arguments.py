@@ -118,13 +118,14 @@ def read_target(args: argparse.Namespace) -> Target:
 def print_summary(summary: Mapping[str, Any], title: str) -> None:
     """The table for people, on stdout (it is the result when --json is not given)."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from k3stack.workload.tables import summary_rows
 
-    table = Table(title=title, show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(title=escape(title), show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name, value in summary_rows(summary):
-        table.add_row(name, value)
+        table.add_row(escape(name), escape(value))
     Console().print(table)
 
 

@@ -35,6 +35,7 @@ def summary_rows(s: Mapping[str, Any]) -> list[Row]:
         rows.append(("stream output lost", _percent(s["stream_output_lost"])))
     if s.get("binding"):
         rows.append(("limited by", str(s["binding"])))
+    rows += [(f"{count} failed", text) for text, count in s.get("errors", {}).items()]
     return rows
 
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from k3stack.cli.load_arguments import print_summary
 from k3stack.workload.figures import latency_figure
 from k3stack.workload.records import Record
 from k3stack.workload.report import spread, stream_output_lost, summarize, wilson
@@ -80,6 +81,13 @@ def test_sustained_finds_the_edge_through_noise() -> None:
 
 def test_sustained_of_a_server_that_never_meets_the_target_is_zero() -> None:
     assert find_sustained(lambda rate, _: (0, 100), start=1.0, max_repeats=2).rate == 0.0
+
+
+def test_why_requests_failed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    s = {**summarize([record(end="error")], target=Target()), "errors": {"400: [/too] long": 1}}
+    print_summary(s, "[/a title]")
+    shown = capsys.readouterr().out
+    assert "1 failed" in shown and "400: [/too] long" in shown and "[/a title]" in shown
 
 
 def test_the_highest_point_lies_inside_the_figure() -> None:
