@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from k3stack.chat.grammar import build_text_grammar
 from k3stack.chat.masks import Grammars
 from k3stack.chat.tokenizer import read_ranks
 from k3stack.cli import main
+from k3stack.config import hardware
 from k3stack.config.files import check_writable, read_json, read_text
 from k3stack.config.flags import parse_serve
 from k3stack.config.geometry import load_geometry, parse_geometry
@@ -20,11 +22,14 @@ from k3stack.config.options import EngineOptions
 from k3stack.config.sampling import SamplingParams
 from k3stack.engine.budget import arena_budget
 from k3stack.errors import CheckpointError, DoesNotFit, UserError
+from k3stack.estimate.pools import BlockLayout, PoolPlan
+from k3stack.estimate.saved_plan import SavedPlan, figures, load_plan, plan_json
 from k3stack.estimate.seconds import load_efficiency
 from k3stack.models.builtin import resolve
 from k3stack.models.checkpoint import read_header
 from k3stack.server.run import read_defaults
 from k3stack.server.service import Defaults
+from k3stack.simulator import scenario
 from k3stack.workload.lengths import arrival_times
 
 SIMULATE = "simulate --scenario b300x8-balanced"
@@ -306,3 +311,74 @@ def test_an_arena_larger_than_the_memory() -> None:
 def test_a_layout_with_more_gpus_than_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("plan --hardware 8xB300 --tp-size 8 --dp-size 8".split()) == 1
     assert capsys.readouterr().err == "k3 plan: does not fit: the layout needs 64 GPUs and there are 8\n"
+
+
+def _set(raw: Any, field: str, value: object) -> Any:
+    *inner, last = field.split(".")
+    found = raw
+    for name in inner:
+        found = found[int(name) if isinstance(found, list) else name]
+    found[last] = value
+    return raw
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("plan", "x", "Expected `object`, got `str`"),
+        ("plan.layout.dcp", None, "Expected `int`, got `null`"),
+        ("plan.layout.dcp", 0, "dcp is 0, which no boot saves"),
+        ("plan.notes", [1], "Expected `str`, got `int`"),
+        ("actual.admitted", [], "Expected `object`, got `array`"),
+    ],
+)
+def test_saved_plans(tmp_path: Path, field: str, value: object, said: str) -> None:
+    layout = BlockLayout(3, 128, 6, 16384, 9216, 7)
+    plan = PoolPlan("k3", layout, 2**26, 100)
+    raw = plan_json(SavedPlan("m", "cpu", plan, figures(plan, 5), figures(plan, 6)))
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(raw))
+    assert load_plan(file).plan == plan
+    file.write_text(json.dumps(_set(json.loads(json.dumps(raw)), field, value)))
+    with pytest.raises(UserError) as caught:
+        load_plan(file)
+    assert said in str(caught.value) and str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("gpus", None, "'gpus' must be a JSON object"),
+        ("gpus.Z9", 5, "must be a JSON object"),
+        ("gpus.Z9.links", [], "'links' must be a JSON object"),
+        ("gpus.Z9.gpus_per_node", 0, "whole numbers from 1"),
+        ("gpus.Z9.sm", float("inf"), "whole numbers from 1"),
+        ("gpus.Z9.memory.value", float("nan"), "memory is nan; it must be above 0"),
+        ("systems.box.count", float("inf"), "needs 'gpu' and 'count'"),
+    ],
+)
+def test_hardware_files(tmp_path: Path, field: str, value: object, said: str) -> None:
+    shipped = json.loads((Path(hardware.__file__).parent / "data" / "hardware.json").read_text())
+    raw = {"gpus": {"Z9": shipped["gpus"]["B300"]}, "systems": {"box": {"gpu": "Z9", "count": 8}}}
+    (tmp_path / "good.json").write_text(json.dumps(raw))
+    assert hardware.load_catalogue(str(tmp_path / "good.json")).parse("8xZ9").count == 8
+    (tmp_path / "bad.json").write_text(json.dumps(_set(raw, field, value)))
+    with pytest.raises(UserError) as caught:
+        hardware.load_catalogue(str(tmp_path / "bad.json"))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("servers.0.layout.tp", 0, "tp is 0; it must be from 1"),
+        ("servers.0.pools.budget_gib", float("inf"), "budget_gib is inf; it must be from 0 to 10,000"),
+    ],
+)
+def test_scenario_files(tmp_path: Path, field: str, value: object, said: str) -> None:
+    text = (Path(scenario.__file__).parent / "data" / "scenarios.json").read_text()
+    raw = next(s for s in json.loads(text)["scenarios"] if s["name"] == "b300x8-balanced")
+    (tmp_path / "x.json").write_text(json.dumps(_set(raw, field, value)))
+    with pytest.raises(UserError) as caught:
+        scenario.load_scenario(str(tmp_path / "x.json"))
+    assert said in str(caught.value)

@@ -149,6 +149,8 @@ def _checked(hardware: Hardware) -> Hardware:
     return hardware
 
 
+MOST = 1_000_000
+"""Of any figure of a GPU in its own unit."""
 _SCALE = {"MiB": MIB, "GiB": GIB, "GB": 10**9, "TB/s": 10**12, "GB/s": 10**9, "TFLOP/s": 10**12, "PFLOP/s": 10**15}
 
 
@@ -172,14 +174,22 @@ def load_catalogue(extra: str | None = None) -> Catalogue:
 def _catalogue(data: Mapping[str, Any], where: str) -> Catalogue:
     if not isinstance(data, Mapping):
         raise UserError(f"{where}: expected a JSON object with 'gpus'", param="hardware-file")
-    gpus = {name.upper(): _gpu(name.upper(), raw, where) for name, raw in data.get("gpus", {}).items()}
+    gpus = {name.upper(): _gpu(name.upper(), raw, where) for name, raw in _map(data, "gpus", where).items()}
     systems: dict[str, tuple[str, int]] = {}
-    for name, raw in data.get("systems", {}).items():
+    for name, raw in _map(data, "systems", where).items():
         try:
             systems[name.lower()] = (str(raw["gpu"]).upper(), int(raw["count"]))
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise UserError(f"{where}: system {name!r} needs 'gpu' and 'count'", param="hardware-file") from None
     return Catalogue(gpus, systems, dict(data.get("refused", {})))
+
+
+def _map(data: Any, key: str, where: str) -> Mapping[str, Any]:
+    """The JSON object ``key`` of ``data``, empty where there is none."""
+    found = data.get(key, {}) if isinstance(data, Mapping) else None
+    if not isinstance(found, Mapping):
+        raise UserError(f"{where}: {key!r} must be a JSON object", param="hardware-file")
+    return found
 
 
 def _gpu(name: str, raw: Mapping[str, Any], where: str) -> Gpu:
@@ -195,23 +205,29 @@ def _gpu(name: str, raw: Mapping[str, Any], where: str) -> Gpu:
                 "and 'source'",
                 param="hardware-file",
             ) from None
-        if figure.value <= 0:
-            raise UserError(f"{where}: GPU {name!r}: {path} is {figure.value}; it must be above 0", param=path)
+        if not 0 < figure.value <= MOST:
+            raise UserError(
+                f"{where}: GPU {name!r}: {path} is {figure.value}; it must be above 0 and at most {MOST:,}", param=path
+            )
         figures[path] = figure
         return figure.value * scale
 
-    rates = {k: read(f"rates.{k}", v) for k, v in raw.get("rates", {}).items()}
+    rates = {k: read(f"rates.{k}", v) for k, v in _map(raw, "rates", f"{where}: GPU {name!r}").items()}
     if "bf16" not in rates:
         raise UserError(f"{where}: GPU {name!r} needs rates.bf16", param="hardware-file")
-    links = raw.get("links", {})
+    links = _map(raw, "links", f"{where}: GPU {name!r}")
     memory = int(read("memory", raw.get("memory")))
     nominal = raw.get("nominal_memory")
     node_link = read("links.node", links.get("node"))
     try:
         sm, per_node = int(raw["sm"]), int(raw["gpus_per_node"])
         domain = int(raw.get("nvlink_domain", per_node))
-    except (KeyError, TypeError, ValueError):
-        raise UserError(f"{where}: GPU {name!r} needs 'sm' and 'gpus_per_node'", param="hardware-file") from None
+        if not all(1 <= n <= MOST for n in (sm, per_node, domain)):
+            raise ValueError
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise UserError(
+            f"{where}: GPU {name!r} needs 'sm' and 'gpus_per_node', whole numbers from 1", param="hardware-file"
+        ) from None
     return Gpu(
         name=name,
         sm=sm,

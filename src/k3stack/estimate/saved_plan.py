@@ -12,9 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from k3stack.config.files import read_json
 from k3stack.errors import UserError
-from k3stack.estimate.pools import BlockLayout, PoolPlan, admitted
+from k3stack.estimate.pools import PoolPlan, admitted
 
 FORMAT = 1
 LENGTHS = (1_024, 8_192, 32_768, 131_072)
@@ -92,19 +94,14 @@ def load_plan(path: str | Path) -> SavedPlan:
         found = raw.get("format") if isinstance(raw, dict) else type(raw).__name__
         raise UserError(f"{path}: format {found!r} is not {FORMAT}: not a saved plan, or of another version")
     try:
-        plan = dict(raw["plan"])
-        layout = BlockLayout(**plan.pop("layout"))
-        notes = tuple(plan.pop("notes", ()))
-        return SavedPlan(
-            model=raw["model"],
-            device=raw["device"],
-            plan=PoolPlan(layout=layout, notes=notes, **plan),
-            predicted=Figures(**raw["predicted"]),
-            actual=Figures(**raw["actual"]),
-            reason=raw.get("reason", ""),
-        )
-    except (KeyError, TypeError) as e:
-        raise UserError(f"{path}: a saved plan of format {FORMAT} lacks or does not know {e}") from None
+        saved = msgspec.convert(raw, SavedPlan)
+    except msgspec.ValidationError as e:
+        raise UserError(f"{path}: not a saved plan of format {FORMAT}: {e}") from None
+    sizes = {**asdict(saved.plan.layout), "blocks": saved.plan.blocks}
+    for name, value in sizes.items():
+        if value < (1 if name in ("pages_per_block", "page_rows", "dcp") else 0):
+            raise UserError(f"{path}: {name} is {value}, which no boot saves")
+    return saved
 
 
 def comparison_lines(saved: SavedPlan) -> list[str]:

@@ -13,6 +13,8 @@ from k3stack.config.files import read_json
 from k3stack.errors import UserError
 from k3stack.estimate.measured import MeasuredCost
 
+MAX_BUDGET_GIB = 10_000
+"""Of one GPU's memory for states and cache."""
 Role = Literal["unified", "prefill", "decode"]
 
 
@@ -107,6 +109,14 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"scenario {self.name}: servers are {sorted(roles)}; either all unified, or prefill and decode together"
             )
         for s in self.servers:
+            for name in ("tp", "pp", "ep", "dp", "dcp"):
+                if getattr(s.layout, name) < 1:
+                    raise UserError(f"scenario {self.name}: {name} is {getattr(s.layout, name)}; it must be from 1")
+            if not 0 <= s.pools.budget_gib <= MAX_BUDGET_GIB:
+                raise UserError(
+                    f"scenario {self.name}: budget_gib is {s.pools.budget_gib:g}; "
+                    f"it must be from 0 to {MAX_BUDGET_GIB:,}"
+                )
             if (s.efficiency is None) == (s.cost is None):
                 raise UserError(f"scenario {self.name}: a server needs either 'efficiency' or 'cost'")
             if s.cost is not None and s.drafter is not None:
