@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 
@@ -24,6 +25,7 @@ def run(argv: list[str]) -> int:
     args = parser.read(argv)
     target = read_target(args)
     if args.compare:
+        _refuse_beside_compare(args)
         first, second = args.compare
         rows = compare_records(first, second, target)
         if args.json:
@@ -34,7 +36,6 @@ def run(argv: list[str]) -> int:
         return 0
     if not args.base_url:
         raise UserError("--base-url is missing: where the server is, such as http://127.0.0.1:30000", param="base-url")
-    check_outputs(args)
     from k3stack.workload.bench import run_bench, run_sustained
     from k3stack.workload.client import ClientOptions
 
@@ -73,6 +74,26 @@ def run(argv: list[str]) -> int:
         print_summary(bench.summary, title)
     share = bench.summary["share_within_target"]
     return 0 if args.sustained or (share is not None and share >= target.share) else 1
+
+
+def _refuse_beside_compare(args: argparse.Namespace) -> None:
+    """What a comparison of two files would not use is refused by name."""
+    server = ("base_url", "model", "api_key", "temperature", "no_ignore_eos", "tokens_per_word", "token_times")
+    load = (
+        "rate",
+        "concurrency",
+        "requests",
+        "duration",
+        "arrivals",
+        "input_len",
+        "output_len",
+        "answer_mean",
+        "turns",
+    )
+    for name in (*server, *load, "time_scale", "sustained", "records", "png", "html"):
+        if getattr(args, name) not in (None, False):
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag} would change nothing beside --compare; leave it out", param=flag)
 
 
 def _parser() -> Parser:

@@ -67,19 +67,19 @@ def read_spec(args: argparse.Namespace) -> WorkloadSpec:
             f"workload {args.workload}: give --rate (open loop) or --concurrency (closed loop)", param="rate"
         )
     _refuse_unused(args)
+    # What is not given is what the workload has by default.
+    given = {"duration_s": args.duration, "arrivals": args.arrivals, "time_scale": args.time_scale}
     return WorkloadSpec(
         name=args.workload,
         rate=rate,
         concurrency=args.concurrency,
-        duration_s=240.0 if args.duration is None else args.duration,
         seed=args.seed,
         input_len=args.input_len,
         output_len=args.output_len,
         answer_mean=args.answer_mean,
         requests=args.requests,
         turns=args.turns,
-        arrivals=args.arrivals or "poisson",
-        time_scale=args.time_scale or 1.0,
+        **{name: value for name, value in given.items() if value is not None},
     )
 
 

@@ -206,21 +206,16 @@ class _Reader:
             return default
         return value
 
-    def whole(self, key: str, default: Any = ...) -> int:
+    def whole(self, key: str, default: Any = ..., low: int = 0) -> int:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise CheckpointError(f"{self.where}: {key} is {value!r}; expected a whole number >= 0", param=key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise CheckpointError(f"{self.where}: {key} is {value!r}; expected a whole number >= {low}", param=key)
         if value > MOST:
             raise CheckpointError(f"{self.where}: {key} is {value!r}; expected at most {MOST:,}", param=key)
         return value
 
     def opt_whole(self, key: str, low: int = 0) -> int | None:
-        if self.data.get(key) is None:
-            return None
-        value = self.whole(key)
-        if value < low:
-            raise CheckpointError(f"{self.where}: {key} is {value!r}; expected a whole number >= {low}", param=key)
-        return value
+        return None if self.data.get(key) is None else self.whole(key, low=low)
 
     def number(self, key: str, default: Any = ...) -> float:
         value = self._get(key, default)

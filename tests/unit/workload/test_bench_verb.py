@@ -85,6 +85,12 @@ def test_a_client_that_was_the_bottleneck_reports_nothing(
         (["simulate", "--compare", "rack-a,rack-b", "--rate", "1", "--records", "x"], "leave --compare out"),
         (["simulate", "--compare", "rack-a,rack-b", "--rate", "1", "--html", "x"], "needs --sustained"),
         (["bench", "--compare", "/nowhere/a", "/nowhere/b"], "/nowhere/a: No such file"),
+        (["bench", "--compare", "a", "b", "--html", "x"], "--html would change nothing beside --compare"),
+        (["bench", "--compare", "a", "b", "--rate", "2"], "--rate would change nothing beside --compare"),
+        (
+            ["bench", "--compare", "a", "b", "--base-url", "http://127.0.0.1:1"],
+            "--base-url would change nothing beside",
+        ),
         (["simulate", "--scenario", "rack-a", "--rate", "1", "--html", "/nowhere/x"], "there is no folder"),
         (["simulate", "--scenario", "rack-a", "--rate", "2", "--duration", "5", "--records", "/dev/full"], "No space"),
     ],

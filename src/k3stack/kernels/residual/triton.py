@@ -11,6 +11,7 @@ from torch import Tensor
 
 from k3stack.kernels import launch as start
 from k3stack.kernels.launch import await_inputs, let_come, next_power_of_two
+from k3stack.kernels.linear import ring
 from k3stack.kernels.sums import add_three, add_two
 
 WARPS = 16
@@ -18,7 +19,7 @@ MANY = 1024
 """Tokens from which on the kernel for many is taken."""
 MANY_WARPS, REGISTERS, STAGES = 8, 128, 3
 """Of that kernel: warps, registers of a thread (two programs fit a multiprocessor), rows in shared memory."""
-SOON = range(17, 65)
+SOON = range(ring.FEW + 1, ring.MOST_TOKENS + 1)
 """Tokens whose mix is followed by a product (``linear.ring``) that should come at once."""
 NOTHING, ADD, REPLACE = 0, 1, 2
 """What happens to the last row before the mix: nothing, ``+= y``, ``= y``."""
