@@ -49,6 +49,11 @@ def from_zero(text: str) -> float:
     return 0.0 if text.strip() in ("0", "0.0") else above(0, 1e9)(text)
 
 
+def flag_of(name: str) -> str:
+    """How argparse's attribute ``name`` is spelled on the command line."""
+    return "--" + name.replace("_", "-")
+
+
 class Parser(argparse.ArgumentParser):
     """argparse for the verb ``verb``; what is wrong raises UserError (exit status 2) instead of leaving the process."""
 

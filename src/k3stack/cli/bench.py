@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from k3stack.cli.arguments import Parser, above, from_zero, print_json, say, whole
+from k3stack.cli.arguments import Parser, above, flag_of, from_zero, print_json, say, whole
 from k3stack.cli.load_arguments import (
     add_load_options,
     check_outputs,
@@ -92,7 +92,7 @@ def _refuse_beside_compare(args: argparse.Namespace) -> None:
     )
     for name in (*server, *load, "time_scale", "sustained", "records", "png", "html"):
         if getattr(args, name) not in (None, False):
-            flag = "--" + name.replace("_", "-")
+            flag = flag_of(name)
             raise UserError(f"{flag} would change nothing beside --compare; leave it out", param=flag)
 
 

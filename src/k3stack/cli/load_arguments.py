@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k3stack.cli.arguments import Parser, above, say, whole
+from k3stack.cli.arguments import Parser, above, flag_of, say, whole
 from k3stack.config.files import check_writable, writing
 from k3stack.errors import UserError
 
@@ -95,7 +95,7 @@ def _refuse_unused(args: argparse.Namespace) -> None:
         why["duration"] = "--requests says how many"
     for name, reason in why.items():
         if reason is not None and getattr(args, name) is not None:
-            flag = "--" + name.replace("_", "-")
+            flag = flag_of(name)
             raise UserError(f"{flag} would change nothing here: {reason}; leave it out", param=flag)
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from k3stack.cli.arguments import Parser, above, print_json, say, whole
+from k3stack.cli.arguments import Parser, above, flag_of, print_json, say, whole
 from k3stack.cli.load_arguments import (
     MAX_TOKENS,
     add_load_options,
@@ -77,16 +77,14 @@ _CONTRADICT = (("fit", "fit_steps"), ("fit", "scenario"), ("fit", "compare"), ("
 
 def _refuse_unused(args: argparse.Namespace) -> None:
     """Options that nothing would read, and pairs of which one would be ignored, are refused by name."""
-
-    def flag(name: str) -> str:
-        return "--" + name.replace("_", "-")
-
     for name, users in _NEEDS.items():
         if getattr(args, name) is not None and not any(getattr(args, u) for u in users):
-            raise UserError(f"{flag(name)} is for {' or '.join(map(flag, users))}; leave it out", param=flag(name))
+            raise UserError(
+                f"{flag_of(name)} is for {' or '.join(map(flag_of, users))}; leave it out", param=flag_of(name)
+            )
     for one, other in _CONTRADICT:
         if getattr(args, one) and getattr(args, other):
-            raise UserError(f"give {flag(one)} or {flag(other)}, not both", param=flag(other))
+            raise UserError(f"give {flag_of(one)} or {flag_of(other)}, not both", param=flag_of(other))
     if args.compare and args.records:
         raise UserError("--records is of one scenario: leave --compare out, and name it by --scenario", param="records")
     if args.compare and (args.png or args.html) and not args.sustained:

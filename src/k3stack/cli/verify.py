@@ -8,7 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k3stack.cli.arguments import Parser, print_json, say, whole
+from k3stack.cli.arguments import Parser, flag_of, print_json, say, whole
 from k3stack.errors import UserError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _refuse_unused(args: Namespace) -> None:
         ("max_tokens", asked, "--dataset"),
     ):
         if not used and getattr(args, name) is not None:
-            flag = "--" + name.replace("_", "-")
+            flag = flag_of(name)
             raise UserError(f"{flag} is for {what}; leave it out", param=flag)
     if asked and args.quick:
         raise UserError("--quick is not for --dataset; --limit asks fewer of its questions", param="--quick")
